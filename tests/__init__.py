@@ -1,0 +1,1 @@
+"""The tests. A package, so that workers started as processes find ``tests.…`` modules."""
