@@ -1,0 +1,460 @@
+"""What differs between databases: the only file that names one.
+
+Each family is one ``Dialect`` object: how it tells the time, what its statements may contain,
+how its connections are set up, and what its errors mean. Everything else in ``store`` is one
+statement text for all of them.
+
+Floors: PostgreSQL 13, MariaDB 10.6, MySQL 8.0.16, SQLite 3.35 (design, section 4).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from enum import Enum
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects import mysql, postgresql
+from sqlalchemy.engine import URL, Connection, Engine
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.expression import FunctionElement
+from sqlalchemy.types import TypeDecorator, TypeEngine
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MICROSECOND = timedelta(microseconds=1)
+
+#: How long a connection attempt may take. Below the shortest useful lease, so that a heartbeat
+#: that meets a dead host still has a second try.
+CONNECT_TIMEOUT_SECONDS = 3
+#: How long a statement waits for another transaction's row lock before it is tried again.
+LOCK_WAIT_SECONDS = 2
+#: How long an open transaction of a frozen process may keep its row locks.
+IDLE_TRANSACTION_SECONDS = 20
+#: How long SQLite waits for the one writer.
+SQLITE_BUSY_SECONDS = 10.0
+
+Blob = sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
+LongText = sa.Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
+
+
+class Instant(TypeDecorator[datetime]):
+    """A UTC instant with microseconds, read as an aware datetime.
+
+    SQLite has no such type: it keeps integer microseconds since 1970, so that instants are
+    compared as numbers and never as texts of different length.
+    """
+
+    impl = sa.DateTime
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: sa.Dialect) -> TypeEngine[Any]:
+        """Return the column type of a database."""
+        if dialect.name == "postgresql":
+            return dialect.type_descriptor(postgresql.TIMESTAMP(timezone=True, precision=6))
+        if dialect.name in ("mysql", "mariadb"):
+            return dialect.type_descriptor(mysql.DATETIME(fsp=6))
+        return dialect.type_descriptor(sa.BigInteger())
+
+    def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> Any:
+        """Return the driver's form of an aware datetime."""
+        if value is None:
+            return None
+        if dialect.name == "sqlite":
+            return (value - _EPOCH) // _MICROSECOND
+        utc = value.astimezone(timezone.utc)
+        return utc if dialect.name == "postgresql" else utc.replace(tzinfo=None)
+
+    def process_result_value(self, value: Any, dialect: sa.Dialect) -> datetime | None:
+        """Return an aware UTC datetime."""
+        if value is None:
+            return None
+        if isinstance(value, datetime):
+            return (
+                value.replace(tzinfo=timezone.utc)
+                if value.tzinfo is None
+                else value.astimezone(timezone.utc)
+            )
+        return _EPOCH + int(value) * _MICROSECOND
+
+
+class Clock(FunctionElement[datetime]):
+    """The store's own time, at the statement and not at the start of its transaction."""
+
+    type = Instant()
+    inherit_cache = True
+    name = "lease_clock"
+
+
+@compiles(Clock)
+def _clock(element: Clock, compiler: SQLCompiler, **kw: Any) -> str:
+    # SQLite: milliseconds, from the host's clock; constant within one statement.
+    return "(CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER) * 1000)"
+
+
+@compiles(Clock, "postgresql")
+def _clock_postgresql(element: Clock, compiler: SQLCompiler, **kw: Any) -> str:
+    # now() would be the start of the transaction: a lease won after a lock wait would be short.
+    return "clock_timestamp()"
+
+
+@compiles(Clock, "mysql", "mariadb")
+def _clock_mysql(element: Clock, compiler: SQLCompiler, **kw: Any) -> str:
+    return "UTC_TIMESTAMP(6)"
+
+
+class Later(FunctionElement[datetime]):
+    """An instant moved by a number of seconds: ``Later(instant, seconds)``."""
+
+    type = Instant()
+    inherit_cache = True
+    name = "lease_later"
+
+    def __init__(self, instant: ColumnElement[Any], seconds: ColumnElement[Any] | float) -> None:
+        amount = (
+            sa.literal(float(seconds), sa.Double) if isinstance(seconds, int | float) else seconds
+        )
+        super().__init__(instant, amount)
+
+
+def _operands(element: FunctionElement[Any], compiler: SQLCompiler, **kw: Any) -> list[str]:
+    return [compiler.process(clause, **kw) for clause in element.clauses]
+
+
+@compiles(Later)
+def _later(element: Later, compiler: SQLCompiler, **kw: Any) -> str:
+    instant, seconds = _operands(element, compiler, **kw)
+    return f"({instant} + CAST({seconds} * 1000000 AS INTEGER))"
+
+
+@compiles(Later, "postgresql")
+def _later_postgresql(element: Later, compiler: SQLCompiler, **kw: Any) -> str:
+    instant, seconds = _operands(element, compiler, **kw)
+    return f"({instant} + CAST({seconds} AS double precision) * interval '1 second')"
+
+
+@compiles(Later, "mysql", "mariadb")
+def _later_mysql(element: Later, compiler: SQLCompiler, **kw: Any) -> str:
+    instant, seconds = _operands(element, compiler, **kw)
+    return f"({instant} + INTERVAL CAST({seconds} * 1000000 AS SIGNED) MICROSECOND)"
+
+
+class SecondsBetween(FunctionElement[float]):
+    """Seconds from the first instant to the second."""
+
+    type = sa.Double()
+    inherit_cache = True
+    name = "lease_seconds_between"
+
+
+@compiles(SecondsBetween)
+def _between(element: SecondsBetween, compiler: SQLCompiler, **kw: Any) -> str:
+    start, end = _operands(element, compiler, **kw)
+    return f"(({end} - {start}) / 1000000.0)"
+
+
+@compiles(SecondsBetween, "postgresql")
+def _between_postgresql(element: SecondsBetween, compiler: SQLCompiler, **kw: Any) -> str:
+    start, end = _operands(element, compiler, **kw)
+    return f"CAST(extract(epoch FROM ({end} - {start})) AS double precision)"
+
+
+@compiles(SecondsBetween, "mysql", "mariadb")
+def _between_mysql(element: SecondsBetween, compiler: SQLCompiler, **kw: Any) -> str:
+    start, end = _operands(element, compiler, **kw)
+    return f"(TIMESTAMPDIFF(MICROSECOND, {start}, {end}) / 1000000.0)"
+
+
+def clock() -> Clock:
+    """Return the store's time as an SQL expression."""
+    return Clock()
+
+
+#: Ids are compared byte by byte everywhere; MySQL and MariaDB would ignore case otherwise.
+TABLE_OPTIONS: Mapping[str, Any] = {
+    f"{name}_{option}": value
+    for name in ("mysql", "mariadb")
+    for option, value in (
+        ("engine", "InnoDB"),
+        ("charset", "utf8mb4"),
+        ("collate", "utf8mb4_bin"),
+    )
+}
+#: Half-full pages leave room for a renewal to stay on its page (HOT).
+ATTEMPT_OPTIONS: Mapping[str, Any] = {"postgresql_with": {"fillfactor": 50}}
+
+
+def index_options(where: str) -> dict[str, Any]:
+    """Return the options of an index on the rows that matter; MySQL and MariaDB index all."""
+    clause = sa.text(where)
+    return {"postgresql_where": clause, "sqlite_where": clause}
+
+
+def has_partial_indexes(dialect_name: str) -> bool:
+    """Tell whether ``index_options`` limits the rows of an index on this database."""
+    return dialect_name in ("postgresql", "sqlite")
+
+
+def by_primary_key(statement: Any, table: sa.Table) -> Any:
+    """Return a statement that finds its rows by their primary key.
+
+    MySQL and MariaDB lock, and wait for, every row that their scan looks at. Left to
+    themselves they may scan an index of all live attempts, and a renewal then waits for
+    another job's lease (MariaDB 10.11, few rows); the others lock only what matches.
+    """
+    for name in ("mysql", "mariadb"):
+        if isinstance(statement, sa.Select):
+            statement = statement.with_hint(table, "FORCE INDEX (PRIMARY)", name)
+        else:
+            statement = statement.with_hint("FORCE INDEX (PRIMARY)", table, name)
+    return statement
+
+
+class Trouble(Enum):
+    """What a database error means to the caller."""
+
+    TRANSIENT = "transient"
+    """Another transaction was in the way: the same call again, at once, may succeed."""
+    UNAVAILABLE = "unavailable"
+    """The database cannot be reached, or refuses this client."""
+    SCHEMA = "schema"
+    """A table or a column is missing."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One database family.
+
+    Attributes:
+        name: SQLAlchemy's name of it.
+        writing_ctes: an UPDATE may feed an INSERT or another UPDATE in one statement.
+        returning: UPDATE … RETURNING exists.
+        autocommits: a single statement needs no transaction around it, and asking for that
+            costs no round trip.
+        connect_arguments: bounds on connecting.
+        engine_options: arguments of ``create_engine``.
+        prepare: sets up an engine's connections.
+        trouble: reads a driver error.
+        begin: statements at the start of a transaction.
+        lock_migrations: holds the one lock that keeps two migrations apart.
+        unlock_migrations: lets it go.
+    """
+
+    name: str
+    writing_ctes: bool
+    returning: bool
+    autocommits: bool
+    prepare: Callable[[Engine], None]
+    trouble: Callable[[BaseException], Trouble]
+    connect_arguments: Mapping[str, Any] = field(default_factory=dict)
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    begin: tuple[str, ...] = ()
+    lock_migrations: str | None = None
+    unlock_migrations: str | None = None
+
+
+def insert_if_absent(table: sa.Table) -> Any:
+    """Return an INSERT for a writing CTE that leaves a row that is there alone."""
+    return postgresql.insert(table).on_conflict_do_nothing()
+
+
+# -- PostgreSQL ------------------------------------------------------------------------------
+
+
+def _postgresql_trouble(error: BaseException) -> Trouble:
+    code = getattr(error, "sqlstate", None)
+    if code in ("40001", "40P01", "55P03"):
+        return Trouble.TRANSIENT
+    if code in ("42P01", "42703", "3F000"):
+        return Trouble.SCHEMA
+    # No code: the connection itself broke. 08: connection; 28: login; 3D: no such database;
+    # 53: resources; 57P: shut down; 25P03: idle in transaction too long; 25006: read only.
+    if code is None or code[:2] in ("08", "28", "3D", "53") or code.startswith("57P"):
+        return Trouble.UNAVAILABLE
+    return Trouble.UNAVAILABLE if code in ("25P03", "25006") else Trouble.OTHER
+
+
+def _prepare_nothing(engine: Engine) -> None:
+    del engine
+
+
+_POSTGRESQL = Dialect(
+    name="postgresql",
+    writing_ctes=True,
+    returning=True,
+    autocommits=True,
+    prepare=_prepare_nothing,
+    trouble=_postgresql_trouble,
+    # prepare_threshold: server-side prepared statements do not live through PgBouncer's
+    # transaction mode before 1.21; nothing here may depend on the session either.
+    connect_arguments={
+        "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+        "keepalives_idle": 10,
+        "keepalives_interval": 3,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 10_000,
+        "prepare_threshold": None,
+        "application_name": "celery-lease",
+    },
+    begin=(
+        f"SELECT set_config('lock_timeout', '{LOCK_WAIT_SECONDS}s', true), "
+        "set_config('idle_in_transaction_session_timeout', "
+        f"'{IDLE_TRANSACTION_SECONDS}s', true)",
+    ),
+    # The transaction's own advisory lock: it also works behind PgBouncer.
+    lock_migrations="SELECT pg_advisory_xact_lock(7305121949071266631)",
+)
+
+
+# -- MySQL and MariaDB -----------------------------------------------------------------------
+
+
+def _mysql_trouble(error: BaseException) -> Trouble:
+    code = error.args[0] if error.args and isinstance(error.args[0], int) else None
+    # 1205 lock wait, 1213 deadlock, 3572 NOWAIT, 1020 changed since last read (MariaDB 11).
+    if code in (1205, 1213, 3572, 1020):
+        return Trouble.TRANSIENT
+    if code in (1146, 1054, 1051):
+        return Trouble.SCHEMA
+    unavailable = (0, 1040, 1044, 1045, 1049, 1053, 1129, 1130, 1152, 1158, 1159, 1160, 1161, 1184)
+    if code is None or 2000 <= code < 3000 or code in unavailable or code in (1290, 1927, 4031):
+        return Trouble.UNAVAILABLE
+    return Trouble.OTHER
+
+
+def _mysql_prepare(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def set_up(connection: Any, record: object) -> None:
+        del record
+        cursor = connection.cursor()
+        try:
+            cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {LOCK_WAIT_SECONDS}")
+            # A text that does not fit must be an error, never cut in silence.
+            cursor.execute("SET SESSION sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')")
+            cursor.execute("SELECT VERSION()")
+            if "mariadb" in str(cursor.fetchone()[0]).lower():
+                # MySQL has no such bound: there a frozen transaction holds its rows until
+                # the server's wait_timeout.
+                cursor.execute(
+                    f"SET SESSION idle_transaction_timeout = {IDLE_TRANSACTION_SECONDS}"
+                )
+            connection.commit()
+        finally:
+            cursor.close()
+
+
+_MYSQL = Dialect(
+    name="mysql",
+    writing_ctes=False,
+    returning=False,
+    # Switching autocommit costs a round trip each way, so every statement has a transaction.
+    autocommits=False,
+    prepare=_mysql_prepare,
+    trouble=_mysql_trouble,
+    connect_arguments={"connect_timeout": CONNECT_TIMEOUT_SECONDS, "charset": "utf8mb4"},
+    engine_options={"isolation_level": "READ COMMITTED"},
+    lock_migrations="SELECT GET_LOCK('celery_lease_migration', 60)",
+    unlock_migrations="SELECT RELEASE_LOCK('celery_lease_migration')",
+)
+#: PyMySQL alone has a bound on waiting for a reply, in seconds.
+PYMYSQL_TIMEOUT_SECONDS = 20
+
+
+# -- SQLite ----------------------------------------------------------------------------------
+
+
+def _sqlite_trouble(error: BaseException) -> Trouble:
+    text = str(error).lower()
+    if "no such table" in text or "no such column" in text or "has no column" in text:
+        return Trouble.SCHEMA
+    if "locked" in text or "busy" in text:
+        return Trouble.TRANSIENT
+    return Trouble.UNAVAILABLE if isinstance(error, sqlite3.OperationalError) else Trouble.OTHER
+
+
+def _sqlite_prepare(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def set_up(connection: sqlite3.Connection, record: object) -> None:
+        del record
+        # The driver must not begin transactions by itself: it would begin deferred ones,
+        # which fail at once when another writer is there, whatever the busy timeout.
+        connection.isolation_level = None
+        connection.execute(f"PRAGMA busy_timeout = {int(SQLITE_BUSY_SECONDS * 1000)}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        # NORMAL may lose the newest commits in a power cut, and with them a token that was
+        # already given out; FULL does not.
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        if not connection.get_execution_options().get("lease_single"):
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+_SQLITE = Dialect(
+    name="sqlite",
+    writing_ctes=False,
+    returning=True,
+    autocommits=True,
+    prepare=_sqlite_prepare,
+    trouble=_sqlite_trouble,
+    connect_arguments={"timeout": SQLITE_BUSY_SECONDS, "check_same_thread": False},
+    # Its BEGIN IMMEDIATE is the lock.
+    lock_migrations=None,
+)
+
+
+class UnknownDatabase(ValueError):
+    """Raised when no dialect is written for a URL."""
+
+
+def dialect_for(url: URL) -> Dialect:
+    """Return the dialect of a database URL.
+
+    Raises:
+        UnknownDatabase: the database is none of PostgreSQL, MySQL, MariaDB and SQLite.
+    """
+    backend = url.get_backend_name()
+    if backend == "postgresql":
+        return _POSTGRESQL
+    if backend in ("mysql", "mariadb"):
+        return _MYSQL
+    if backend == "sqlite":
+        return _SQLITE
+    message = f"{backend!r} is not one of postgresql, mysql, mariadb, sqlite"
+    raise UnknownDatabase(message)
+
+
+def with_driver(url: URL) -> URL:
+    """Return the URL with the driver this package is tested with where it names none."""
+    if url.drivername in ("postgresql", "postgres"):
+        return url.set(drivername="postgresql+psycopg")
+    if url.drivername in ("mysql", "mariadb"):
+        return url.set(drivername=f"{url.drivername}+pymysql")
+    return url
+
+
+def connect_arguments(dialect: Dialect, url: URL) -> dict[str, Any]:
+    """Return the driver arguments for a URL; some belong to one driver only."""
+    arguments = dict(dialect.connect_arguments)
+    driver = url.get_driver_name()
+    if dialect.name == "mysql" and driver == "pymysql":
+        arguments["read_timeout"] = PYMYSQL_TIMEOUT_SECONDS
+        arguments["write_timeout"] = PYMYSQL_TIMEOUT_SECONDS
+    if dialect.name == "postgresql" and driver != "psycopg":
+        arguments.pop("prepare_threshold")
+    return {key: value for key, value in arguments.items() if key not in url.query}
+
+
+def is_in_memory(url: URL) -> bool:
+    """Tell whether a URL names an SQLite database that no other process can see."""
+    if url.get_backend_name() != "sqlite":
+        return False
+    return url.database in (None, "", ":memory:") or "mode=memory" in str(url.database)

@@ -1,0 +1,241 @@
+"""The connection to the store: one engine a process, errors translated once.
+
+What it is not: no statement lives here. An engine is made at its first use in a process, so
+that nothing connects at import and a forked child never shares a socket with its parent
+(B103); the parent's pool is forgotten in the child without closing its sockets.
+
+At each failure: a deadlock, a lost serialization race or a dropped connection is tried again
+with jitter, a bounded number of times; then ``StoreUnavailable``. Repeating is safe because
+every transition is guarded and can recognise its own earlier success.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from celery_lease.exceptions import SchemaMismatch, SettingError, StoreUnavailable
+from celery_lease.store import dialects
+from celery_lease.store.schema import DEFAULT_PREFIX, build_tables
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+T = TypeVar("T")
+
+#: Calls made in total before a transient error counts as an outage.
+TRIES = 6
+#: First wait between two tries, seconds; doubles, with full jitter.
+FIRST_WAIT_SECONDS = 0.02
+LONGEST_WAIT_SECONDS = 1.0
+
+
+class RowBusy(Exception):
+    """Raised inside a transition when another transaction holds the row it needs."""
+
+
+class Store:
+    """One SQL database with the tables of celery-lease in it.
+
+    Args:
+        url: SQLAlchemy database URL.
+        schema: PostgreSQL schema of the tables, None for the default.
+        table_prefix: what the table names begin with.
+        engine_options: extra arguments of ``sqlalchemy.create_engine``; they win.
+
+    Raises:
+        SettingError: the URL cannot be used at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        schema: str | None = None,
+        table_prefix: str = DEFAULT_PREFIX,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            parsed = dialects.with_driver(make_url(url))
+            self.dialect = dialects.dialect_for(parsed)
+        except ArgumentError as error:
+            raise SettingError(
+                ["lease_store_url is not a database URL: write e.g. postgresql://user@host/name"]
+            ) from error
+        except dialects.UnknownDatabase as error:
+            raise SettingError(
+                [f"lease_store_url: {error}; use one of these four databases"]
+            ) from error
+        if dialects.is_in_memory(parsed):
+            raise SettingError(
+                [
+                    "lease_store_url names an in-memory database, which no other process can "
+                    "see: give SQLite a file, e.g. sqlite:////var/lib/app/lease.sqlite3"
+                ]
+            )
+        self._url = parsed
+        self.masked_url = parsed.render_as_string(hide_password=True)
+        self.schema = schema
+        self.table_prefix = table_prefix
+        self.tables = build_tables(table_prefix, schema)
+        self._engine_options = dict(engine_options or {})
+        self._engine: Engine | None = None
+        self._autocommit: Engine | None = None
+        self._pid = -1
+        #: Statements of this store, built once (see ``transitions``).
+        self.statements: dict[str, Any] = {}
+        _stores.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Store {self.masked_url}>"
+
+    @property
+    def engine(self) -> Engine:
+        """This process's engine, made at its first use."""
+        if self._engine is None or self._pid != os.getpid():
+            self._engine = self._create_engine()
+            self._autocommit = self._engine.execution_options(
+                **({"isolation_level": "AUTOCOMMIT"} if self.dialect.writing_ctes else {}),
+                lease_single=True,
+            )
+            self._pid = os.getpid()
+        return self._engine
+
+    def _create_engine(self) -> Engine:
+        options: dict[str, Any] = {"pool_pre_ping": False, "pool_timeout": 10}
+        options.update(self.dialect.engine_options)
+        arguments = dialects.connect_arguments(self.dialect, self._url)
+        arguments.update(self._engine_options.get("connect_args", {}))
+        options.update(self._engine_options)
+        options["connect_args"] = arguments
+        try:
+            engine = sa.create_engine(self._url, **options)
+        except (ModuleNotFoundError, NoSuchModuleError) as error:
+            raise SettingError(
+                [
+                    f"lease_store_url {self.masked_url} needs a driver that is not installed "
+                    f"({error}): pip install 'celery-lease[postgres]' or 'celery-lease[mysql]'"
+                ]
+            ) from error
+        except (TypeError, ArgumentError) as error:
+            raise SettingError([f"lease_store_engine_options cannot be used: {error}"]) from error
+        self.dialect.prepare(engine)
+        return engine
+
+    def forget_engine(self) -> None:
+        """Drop the engine without touching its sockets: they belong to the parent process."""
+        self._engine = self._autocommit = None
+
+    def close(self) -> None:
+        """Close this process's connections."""
+        if self._engine is not None and self._pid == os.getpid():
+            self._engine.dispose()
+        self.forget_engine()
+
+    @contextmanager
+    def single(self) -> Iterator[Connection]:
+        """Give a connection for one statement that is its own transaction."""
+        engine = self.engine
+        if self.dialect.autocommits and self._autocommit is not None:
+            with self._autocommit.connect() as connection:
+                yield connection
+        else:
+            with engine.begin() as connection:
+                yield connection
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """Give a connection in a transaction with bounded lock waits; committed at the end."""
+        with self.engine.begin() as connection:
+            for statement in self.dialect.begin:
+                connection.exec_driver_sql(statement)
+            yield connection
+
+    def retrying(self, work: Callable[[], T], *, tries: int = TRIES) -> T:
+        """Return what ``work`` returns, called again after a transient error.
+
+        Args:
+            work: opens its own transaction; it may be called up to ``tries`` times.
+            tries: calls in total, at least 1.
+
+        Raises:
+            StoreUnavailable: the store could not be used within the tries.
+            SchemaMismatch: a table or a column is missing.
+        """
+        wait = FIRST_WAIT_SECONDS
+        for left in range(tries - 1, -1, -1):
+            try:
+                with self.translated():
+                    return work()
+            except (_Again, RowBusy) as error:
+                if left == 0:
+                    raise StoreUnavailable(self.masked_url, str(error)) from error
+                time.sleep(random.uniform(wait / 4, wait))  # noqa: S311  jitter, not secrecy
+                wait = min(wait * 3, LONGEST_WAIT_SECONDS)
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def translated(self) -> _Translated:
+        """Give a context in which database errors become this package's own."""
+        return _Translated(self)
+
+
+class _Again(Exception):
+    """A transient error: the same call may succeed."""
+
+
+class _Translated:
+    """Context manager: database errors in, this package's exceptions out."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, PoolTimeoutError):
+            raise _Again("no free connection in the pool: " + _one_line(error)) from error
+        if not isinstance(error, DBAPIError):
+            return
+        trouble = self._store.dialect.trouble(error.orig or error)
+        if trouble is dialects.Trouble.SCHEMA:
+            raise SchemaMismatch(
+                self._store.masked_url,
+                None,
+                "its tables",
+                f"{_one_line(error.orig)}; run: celery -A yourapp lease migrate",
+            ) from error
+        if trouble is not dialects.Trouble.OTHER or error.connection_invalidated:
+            raise _Again(_one_line(error.orig)) from error
+
+
+def _one_line(error: BaseException | None) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+#: Every store of this process: a forked child must not use its parent's sockets.
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _forget_engines() -> None:
+    for store in _stores:
+        store.forget_engine()
+
+
+os.register_at_fork(after_in_child=_forget_engines)

@@ -1,0 +1,241 @@
+"""What the reaper and the dispatcher read: no row is locked and none is changed here.
+
+What a person or a program reads of jobs and attempts is in ``models`` and ``history``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import select
+from sqlalchemy.engine import RowMapping
+
+from celery_lease.backoff import redispatch_gap_seconds
+from celery_lease.records import Dispatchable, Message, Outcome, PassRecord
+from celery_lease.states import AttemptState, JobState
+from celery_lease.store.dialects import Later, SecondsBetween, clock
+from celery_lease.store.engine import Store
+from celery_lease.store.transitions import outcome_of
+
+#: Dispatches after which the gap between two of them no longer grows.
+LARGEST_GAP_AT = 7
+
+
+def undispatched(store: Store, *, limit: int) -> list[Dispatchable]:
+    """Return queued jobs whose message is not on the broker, the longest due first."""
+    job = store.tables.job
+    statement = (
+        _candidates(job)
+        .where(job.c.state == JobState.QUEUED.value, job.c.dispatched_at.is_(None))
+        .order_by(job.c.available_at, job.c.id)
+        .limit(limit)
+    )
+    return _read_candidates(store, statement)
+
+
+def unclaimed(store: Store, *, queued_timeout: float, limit: int) -> list[Dispatchable]:
+    """Return queued jobs that nobody has claimed for ``queued_timeout`` seconds after a dispatch.
+
+    The gap doubles with each dispatch, up to a cap, so that a backlog does not multiply its
+    messages without end.
+    """
+    job = store.tables.job
+    waited = []
+    for count in range(1, LARGEST_GAP_AT + 1):
+        gap = redispatch_gap_seconds(queued_timeout, count)
+        sent = job.c.dispatch_count
+        this_count = sent >= count if count == LARGEST_GAP_AT else sent == count
+        waited.append(sa.and_(this_count, job.c.dispatched_at <= Later(clock(), -gap)))
+    statement = (
+        _candidates(job)
+        .where(
+            job.c.state == JobState.QUEUED.value,
+            job.c.dispatched_at <= Later(clock(), -queued_timeout),
+            sa.or_(*waited),
+        )
+        .order_by(job.c.dispatched_at, job.c.id)
+        .limit(limit)
+    )
+    return _read_candidates(store, statement)
+
+
+def dispatchable(store: Store, job_id: str) -> Dispatchable | None:
+    """Return one job as a dispatch candidate if it is queued and not dispatched, else None."""
+    job = store.tables.job
+    statement = _candidates(job).where(
+        job.c.id == job_id,
+        job.c.state == JobState.QUEUED.value,
+        job.c.dispatched_at.is_(None),
+    )
+    found = _read_candidates(store, statement)
+    return found[0] if found else None
+
+
+def _candidates(job: Any) -> Any:
+    return select(
+        job.c.id,
+        job.c.task,
+        job.c.dispatch_count,
+        job.c.message_version,
+        job.c.queue,
+        SecondsBetween(clock(), job.c.expires_at).label("expires_seconds"),
+    )
+
+
+def _read_candidates(store: Store, statement: Any) -> list[Dispatchable]:
+    def work() -> list[Dispatchable]:
+        with store.single() as connection:
+            return [_candidate(row) for row in connection.execute(statement).mappings()]
+
+    return store.retrying(work)
+
+
+def _candidate(row: RowMapping) -> Dispatchable:
+    return Dispatchable(
+        job_id=row["id"],
+        task=row["task"],
+        dispatch_count=row["dispatch_count"],
+        message_version=row["message_version"],
+        queue=row["queue"],
+        expires_seconds=row["expires_seconds"],
+    )
+
+
+def message(store: Store, job_id: str, version: int) -> Message | None:
+    """Return one version of a job's message; None when it is gone."""
+    table = store.tables.message
+    statement = select(table).where(table.c.job_id == job_id, table.c.version == version)
+
+    def work() -> Message | None:
+        with store.single() as connection:
+            row = connection.execute(statement).mappings().first()
+        if row is None:
+            return None
+        return Message(
+            version=row["version"],
+            headers=row["headers"],
+            properties=row["properties"],
+            body=bytes(row["body"]),
+            content_type=row["content_type"],
+            content_encoding=row["content_encoding"],
+            exchange=row["exchange"],
+            routing_key=row["routing_key"],
+        )
+
+    return store.retrying(work)
+
+
+def replaced_version(store: Store, job_id: str) -> int | None:
+    """Return the message version of a job that replaced itself by a canvas, else None."""
+    job = store.tables.job
+    statement = select(job.c.message_version).where(
+        job.c.id == job_id,
+        job.c.state == JobState.SUCCEEDED.value,
+        job.c.state_reason == AttemptState.REPLACED.value,
+    )
+
+    def work() -> int | None:
+        with store.single() as connection:
+            return connection.execute(statement).scalar()
+
+    return store.retrying(work)
+
+
+def unsettled(
+    store: Store, *, grace_seconds: float, again_seconds: float, limit: int
+) -> list[tuple[Outcome, Dispatchable]]:
+    """Return final jobs that Celery may not have been told about.
+
+    Args:
+        store: the store.
+        grace_seconds: how long a fresh outcome is left to the runner that made it. An end
+            that no body returned has no such runner, and waits for nobody.
+        again_seconds: time between two replays of one job; an end that no body returned is
+            told again after ``grace_seconds``, since nothing of it waits in a queue.
+        limit: rows at most.
+    """
+    job = store.tables.job
+    unattended = sa.and_(job.c.accepted_attempt.is_(None), job.c.state != JobState.SUCCEEDED.value)
+    statement = (
+        _candidates(job)
+        .add_columns(job)
+        .where(
+            job.c.finished_at.is_not(None),
+            job.c.settled_at.is_(None),
+            sa.or_(unattended, job.c.finished_at < Later(clock(), -grace_seconds)),
+            sa.or_(
+                job.c.dispatched_at.is_(None),
+                job.c.dispatched_at < job.c.finished_at,
+                job.c.dispatched_at < Later(clock(), -again_seconds),
+                sa.and_(unattended, job.c.dispatched_at < Later(clock(), -grace_seconds)),
+            ),
+        )
+        .order_by(job.c.finished_at, job.c.id)
+        .limit(limit)
+    )
+
+    def work() -> list[tuple[Outcome, Dispatchable]]:
+        with store.single() as connection:
+            rows = connection.execute(statement).mappings().all()
+        return [(outcome_of(row), _candidate(row)) for row in rows]
+
+    return store.retrying(work)
+
+
+def outcome(store: Store, job_id: str) -> tuple[Outcome, Dispatchable] | None:
+    """Return the outcome of one final, unsettled job; None when it is not one."""
+    job = store.tables.job
+    statement = (
+        _candidates(job)
+        .add_columns(job)
+        .where(
+            job.c.id == job_id, job.c.finished_at.is_not(None), job.c.settled_at.is_(None)
+        )
+    )
+
+    def work() -> tuple[Outcome, Dispatchable] | None:
+        with store.single() as connection:
+            row = connection.execute(statement).mappings().first()
+        return None if row is None else (outcome_of(row), _candidate(row))
+
+    return store.retrying(work)
+
+
+def last_pass(store: Store) -> PassRecord | None:
+    """Return the reaper's last completed pass, with its age by the store's clock."""
+    table = store.tables.completed_pass
+    statement = select(
+        table, SecondsBetween(table.c.finished_at, clock()).label("age_seconds")
+    ).where(table.c.id == 1)
+
+    def work() -> PassRecord | None:
+        with store.single() as connection:
+            row = connection.execute(statement).mappings().first()
+        if row is None:
+            return None
+        return PassRecord(
+            finished_at=row["finished_at"],
+            age_seconds=float(row["age_seconds"]),
+            counts=json.loads(row["counts"]),
+            worker=row["worker"],
+        )
+
+    return store.retrying(work)
+
+
+def has_expired(store: Store) -> bool:
+    """Tell whether any lease has ended without a renewal."""
+    attempt = store.tables.attempt
+    statement = (
+        select(attempt.c.job_id)
+        .where(attempt.c.ended_at.is_(None), attempt.c.lease_expires_at < clock())
+        .limit(1)
+    )
+
+    def work() -> bool:
+        with store.single() as connection:
+            return connection.execute(statement).first() is not None
+
+    return store.retrying(work)
