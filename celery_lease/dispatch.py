@@ -1,0 +1,607 @@
+"""Between the store and the broker: recording what Celery publishes, and publishing again.
+
+``RecordingProducer`` stands in for the kombu producer of one task message: the job and the
+message's exact bytes are durable before the message is sent. It is reached from
+``AMQP.send_task_message``, through which every task message of an app goes (``delay``,
+``apply_async``, canvas, beat, ``retry``, ``send_task``). Read: celery 5.5 to 5.7,
+``celery/app/amqp.py``.
+
+``BrokerPublisher`` sends recorded messages again, byte for byte, and closes the books in
+Celery for an end that no body returned. It never unpickles: what only pickle can read is
+sent to a worker as a replay instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from celery import signals
+from celery.app.task import Context
+from celery.utils import uuid
+from celery.utils.time import maybe_iso8601
+from kombu import Exchange, serialization
+from kombu.compression import compress, decompress
+from kombu.utils import json as kombu_json
+
+from celery_lease import events, exceptions
+from celery_lease.exceptions import PayloadTooLarge, StaleWrite, StoreUnavailable
+from celery_lease.lease import Lease
+from celery_lease.reaper import PublishFailed
+from celery_lease.records import (
+    Accepted,
+    Dispatchable,
+    Failure,
+    Late,
+    Message,
+    NewJob,
+    Outcome,
+)
+from celery_lease.runtime import Runtime
+from celery_lease.settings import PublishOnError, Settings, TaskSettings
+from celery_lease.states import JobState, LateOutcome
+from celery_lease.store import queries, transitions
+from celery_lease.store.engine import Store
+
+logger = logging.getLogger(__name__)
+
+VERSION_HEADER = "lease_message"
+RECORDED_HEADER = "lease_recorded"
+DISPATCH_HEADER = "lease_dispatch"
+REPLAY_MARK = "replay"
+_OWN_HEADERS = (VERSION_HEADER, RECORDED_HEADER, DISPATCH_HEADER)
+
+#: Content types that decode to plain data. Pickle is not among them, whatever the app accepts.
+PLAIN_CONTENT = frozenset(
+    {"application/json", "application/x-yaml", "application/x-msgpack", "application/msgpack"}
+)
+
+
+def dispatch_key(job_id: str, version: int, count: int, *, replay: bool = False) -> str:
+    """Return what a message says of itself: job, message version, dispatch count."""
+    key = f"{job_id}:{version}:{count}"
+    return f"{key}:{REPLAY_MARK}" if replay else key
+
+
+def is_replay(key: object) -> bool:
+    """Tell whether a dispatch key marks a message that was sent to settle a final job."""
+    return isinstance(key, str) and key.endswith(f":{REPLAY_MARK}")
+
+
+@dataclass(slots=True)
+class Resend:
+    """A runner is publishing its own job again: a retry, or a replacement of itself.
+
+    Attributes:
+        runtime: the runner.
+        lease: its lease.
+        kind: ``RETRIED`` or ``REPLACED``.
+        failure: what made it retry.
+        shielded: runs the transition with time-limit signals held back.
+        error: why nothing was published, None when it was.
+    """
+
+    runtime: Runtime
+    lease: Lease
+    kind: LateOutcome
+    failure: Failure = field(default_factory=Failure)
+    shielded: Callable[[Callable[[], Any]], Any] = lambda call: call()
+    error: Exception | None = None
+
+
+_resend: ContextVar[Resend | None] = ContextVar("celery_lease_resend", default=None)
+
+
+@contextmanager
+def resending(resend: Resend) -> Iterator[Resend]:
+    """Have the next publish of this very job end its attempt instead of recording a new job."""
+    token = _resend.set(resend)
+    try:
+        yield resend
+    finally:
+        _resend.reset(token)
+
+
+class RecordingProducer:
+    """Records one task message in the store, then hands it to the real producer.
+
+    Everything but the publish of that message passes through.
+
+    Args:
+        producer: the kombu producer.
+        body: the body of the message to record; other messages are not touched.
+        task: the task's name.
+        store: the store.
+        settings: the app's settings.
+        task_settings: the task's.
+        submitter: who publishes.
+    """
+
+    def __init__(
+        self,
+        producer: Any,
+        *,
+        body: object,
+        task: str,
+        store: Store,
+        settings: Settings,
+        task_settings: TaskSettings,
+        submitter: str,
+    ) -> None:
+        self._producer = producer
+        self._body = body
+        self._task = task
+        self._store = store
+        self._settings = settings
+        self._task_settings = task_settings
+        self._submitter = submitter
+        self._dispatch_count: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def publish(self, body: Any, **options: Any) -> Any:
+        """Record the message, then publish it.
+
+        Raises:
+            StoreUnavailable: nothing was recorded and nothing was sent.
+            PayloadTooLarge: the serialised message is over ``lease_max_message_bytes``.
+            StaleWrite: the lease of the runner that publishes itself again is lost.
+        """
+        if body is not self._body:
+            return self._producer.publish(body, **options)
+        headers = dict(options.pop("headers"))
+        frozen = freeze_callbacks(body)
+        resend = _resend.get()
+        if resend is not None and headers["id"] == resend.lease.job_id:
+            version = resend.lease.message_version + 1
+        else:
+            resend, version = None, 1
+        for name in _OWN_HEADERS:
+            headers.pop(name, None)
+        if resend is None and headers.get("replaced_task_nesting"):
+            # The task of a replacing canvas that inherited the id of the job it replaced.
+            before = queries.replaced_version(self._store, headers["id"])
+            version = 1 if before is None else before + 1
+        headers[VERSION_HEADER] = version
+        headers[RECORDED_HEADER] = True
+        message, options = self._encode(frozen, version, headers, options)
+        if not self._record(message, headers, options, resend):
+            return None
+        headers[DISPATCH_HEADER] = dispatch_key(
+            headers["id"], message.version, self._dispatch_count or 1
+        )
+        headers[VERSION_HEADER] = message.version
+        return self._send(message, headers, options)
+
+    def _encode(
+        self, body: Any, version: int, headers: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[Message, dict[str, Any]]:
+        """Serialise the message as kombu's producer would (``Producer._prepare``)."""
+        options = dict(options)
+        content_type, content_encoding, payload = serialization.dumps(
+            body, options.pop("serializer", None)
+        )
+        if isinstance(payload, str):
+            payload = payload.encode(content_encoding)
+        compression = options.pop("compression", None)
+        if compression:
+            payload, headers["compression"] = compress(payload, compression)
+        limit = self._settings.max_message_bytes
+        if len(payload) > limit:
+            raise PayloadTooLarge(
+                "message", len(payload), limit, "lease_max_message_bytes", self._task
+            )
+        exchange = options.get("exchange")
+        message = Message(
+            version=version,
+            headers=kombu_json.dumps(headers),
+            properties=kombu_json.dumps(_properties(options)),
+            body=payload,
+            content_type=content_type,
+            content_encoding=content_encoding,
+            exchange=exchange.name if isinstance(exchange, Exchange) else exchange or "",
+            routing_key=options.get("routing_key") or "",
+        )
+        return message, options
+
+    def _record(
+        self,
+        message: Message,
+        headers: dict[str, Any],
+        options: dict[str, Any],
+        resend: Resend | None,
+    ) -> bool:
+        """Make the message durable; True when it is to be sent."""
+        if self._dispatch_count is not None:
+            # Celery repeats a refused callback publish on this same producer.
+            return True
+        queue = _queue_name(options, message)
+        delay = seconds_until(headers.get("eta")) or 0.0
+        expires = seconds_until(headers.get("expires"))
+        if resend is not None:
+            self._record_again(message, options, resend, queue, delay, expires)
+            self._dispatch_count = 1
+            return True
+        if message.version > 1:
+            again = self._again(message, options, queue, delay, expires)
+            self._dispatch_count = 1
+            return transitions.reopen(self._store, headers["id"], again)
+        job = NewJob(
+            job_id=headers["id"],
+            task=self._task,
+            message=message,
+            delay_seconds=delay,
+            expires_seconds=expires,
+            max_attempts=self._task_settings.max_attempts,
+            on_expiry=self._task_settings.on_expiry,
+            queue=queue,
+            priority=options.get("priority"),
+            submitter=headers.get("origin") or self._submitter,
+            root_id=headers.get("root_id"),
+            parent_id=headers.get("parent_id"),
+            group_id=headers.get("group"),
+        )
+        if not transitions.submit(self._store, job):
+            # A job with this id exists, in whatever state: it is that job, and to run it
+            # again is ``resume`` (design, section 9). A chain whose step was sent twice in a
+            # crash window ends here, too.
+            return False
+        self._dispatch_count = 1
+        events.emit(events.JOB_SUBMITTED, job_id=job.job_id, task=self._task)
+        return True
+
+    def _record_again(
+        self,
+        message: Message,
+        options: dict[str, Any],
+        resend: Resend,
+        queue: str | None,
+        delay: float,
+        expires: float | None,
+    ) -> None:
+        again = self._again(message, options, queue, delay, expires)
+        replaces = resend.kind is LateOutcome.REPLACED
+        act = transitions.replace if replaces else transitions.retry_later
+        lease = resend.lease
+        try:
+            answer = resend.runtime.finish(
+                lease,
+                lambda parting: act(self._store, lease.held, parting, again),
+                reason=resend.kind.value,
+                failure=resend.failure,
+                late=Late(resend.kind, failure=resend.failure),
+                shielded=resend.shielded,
+            )
+        except StoreUnavailable as error:
+            resend.error = error
+            raise
+        if not isinstance(answer, Accepted):
+            resend.error = StaleWrite(lease.job_id, lease.fencing_token)
+            raise resend.error
+        lease.ended_by = resend.kind.value
+
+    def _again(
+        self,
+        message: Message,
+        options: dict[str, Any],
+        queue: str | None,
+        delay: float,
+        expires: float | None,
+    ) -> transitions.Again:
+        return transitions.Again(
+            message=message,
+            delay_seconds=delay,
+            expires_seconds=expires,
+            queue=queue,
+            priority=options.get("priority"),
+            task=self._task,
+        )
+
+    def _send(self, message: Message, headers: dict[str, Any], options: dict[str, Any]) -> Any:
+        job_id = headers["id"]
+        try:
+            return self._producer.publish(
+                message.body,
+                content_type=message.content_type,
+                content_encoding=message.content_encoding,
+                headers=headers,
+                **options,
+            )
+        except Exception as error:
+            # Whether the broker has it is not known. It stays queued, and the reaper sends it
+            # again under the same id: the claim lets one of the two run.
+            events.emit(
+                events.PUBLISH_FAILED, job_id=job_id, worker=self._submitter, reason=str(error)
+            )
+            self._give_back(job_id, message.version)
+            if self._settings.publish_on_error is PublishOnError.RAISE and _resend.get() is None:
+                raise
+            return None
+
+    def _give_back(self, job_id: str, version: int) -> None:
+        try:
+            transitions.undispatch(
+                self._store, job_id, dispatch_count=None, message_version=version
+            )
+        except StoreUnavailable as error:
+            # Then it counts as dispatched, and is sent again after lease_queued_timeout.
+            events.emit(events.STORE_UNAVAILABLE, worker=self._submitter, reason=str(error))
+
+
+def freeze_callbacks(body: Any) -> Any:
+    """Return the body with an id on every link and errback that has none.
+
+    A replay of the bookkeeping sends them again; with a fixed id a leased callback runs once
+    (celery-facts, section 3). The caller's own signatures are not touched: the same one may be
+    linked to several tasks. A canvas as a callback keeps making its ids when it is sent.
+    """
+    if not (isinstance(body, tuple) and len(body) == 3):  # noqa: PLR2004  args, kwargs, embed
+        return body
+    args, kwargs, embed = body
+    embed = dict(embed)
+    for name in ("callbacks", "errbacks"):
+        if embed.get(name):
+            embed[name] = [_frozen(callback) for callback in embed[name]]
+    return args, kwargs, embed
+
+
+def _frozen(callback: Any) -> Any:
+    if not isinstance(callback, dict) or callback.get("subtask_type"):
+        return callback
+    options = dict(callback.get("options") or {})
+    if options.get("task_id"):
+        return callback
+    options["task_id"] = str(uuid())
+    plain = dict(callback)
+    plain["options"] = options
+    return plain
+
+
+def _properties(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what of the publish options belongs to the message itself."""
+    left_out = {
+        "exchange",
+        "routing_key",
+        "retry",
+        "retry_policy",
+        "declare",
+        "timeout",
+        "confirm_timeout",
+        "expiration",  # relative: it is counted anew from ``expires`` at each dispatch
+        "mandatory",
+        "immediate",
+    }
+    return {k: v for k, v in options.items() if k not in left_out and v is not None}
+
+
+def _queue_name(options: dict[str, Any], message: Message) -> str | None:
+    for entity in options.get("declare") or ():
+        name = getattr(entity, "name", None)
+        if name and not isinstance(entity, Exchange):
+            return str(name)
+    return message.routing_key if not message.exchange else None
+
+
+def seconds_until(instant: Any) -> float | None:
+    """Return the seconds from now to an ISO instant, by this process's clock; None without one.
+
+    Only this difference goes to the store, which counts it on its own clock (B102).
+    """
+    if not instant:
+        return None
+    when = maybe_iso8601(instant)
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=timezone.utc)
+    return float((when - datetime.now(timezone.utc)).total_seconds())
+
+
+def adopted_job(app: Any, task: Any, request: Any, *, task_settings: TaskSettings) -> NewJob:
+    """Return a job for a message that its publisher did not record, from the task's request.
+
+    The original bytes are in the worker's main process; the same call is serialised anew.
+    """
+    delivery = request.delivery_info or {}
+    limits = request.timelimit or (None, None)
+    built = app.amqp.as_task_v2(
+        request.id,
+        request.task or task.name,
+        args=request.args,
+        kwargs=request.kwargs,
+        group_id=request.group,
+        group_index=request.group_index,
+        expires=request.expires,
+        retries=request.retries,
+        chord=request.chord,
+        callbacks=request.callbacks,
+        errbacks=request.errbacks,
+        chain=request.chain,
+        reply_to=request.reply_to,
+        time_limit=limits[0],
+        soft_time_limit=limits[1],
+        root_id=request.root_id,
+        parent_id=request.parent_id,
+        shadow=request.shadow,
+        origin=request.origin,
+        ignore_result=request.ignore_result,
+        replaced_task_nesting=request.replaced_task_nesting,
+    )
+    headers = {**(request.headers or {}), **built.headers, VERSION_HEADER: 1, RECORDED_HEADER: True}
+    if request.stamped_headers:
+        headers["stamped_headers"] = request.stamped_headers
+        headers["stamps"] = request.stamps
+    content_type, content_encoding, payload = serialization.dumps(
+        freeze_callbacks(built.body), task.serializer or app.conf.task_serializer
+    )
+    properties = {**built.properties, "correlation_id": request.correlation_id or request.id}
+    if delivery.get("priority") is not None:
+        properties["priority"] = delivery["priority"]
+    exchange, routing_key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
+    message = Message(
+        version=1,
+        headers=kombu_json.dumps(headers),
+        properties=kombu_json.dumps(properties),
+        body=payload.encode(content_encoding) if isinstance(payload, str) else payload,
+        content_type=content_type,
+        content_encoding=content_encoding,
+        exchange=exchange,
+        routing_key=routing_key,
+    )
+    return NewJob(
+        job_id=request.id,
+        task=task.name,
+        message=message,
+        expires_seconds=seconds_until(request.expires),
+        max_attempts=task_settings.max_attempts,
+        on_expiry=task_settings.on_expiry,
+        queue=None if exchange else routing_key or None,
+        priority=delivery.get("priority"),
+        submitter=request.origin,
+        root_id=request.root_id,
+        parent_id=request.parent_id,
+        group_id=request.group,
+    )
+
+
+class BrokerPublisher:
+    """Puts recorded messages on the broker and closes books in Celery.
+
+    Args:
+        app: the Celery app.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    def publish(self, candidate: Dispatchable, message: Message, *, replay: bool) -> None:
+        """Put a stored message on the broker, as it was.
+
+        Raises:
+            PublishFailed: it did not get there, as far as is known.
+        """
+        headers = kombu_json.loads(message.headers)
+        properties = kombu_json.loads(message.properties)
+        headers[DISPATCH_HEADER] = dispatch_key(
+            candidate.job_id, message.version, candidate.dispatch_count + 1, replay=replay
+        )
+        if replay:
+            # A settlement is not limited by ``expires``: a worker would discard it.
+            headers["expires"] = None
+        elif candidate.expires_seconds is not None:
+            properties["expiration"] = max(candidate.expires_seconds, 0.0)
+        policy = dict(self._app.conf.task_publish_retry_policy)
+        policy["max_retries"] = min(policy.get("max_retries") or 1, 1)
+        try:
+            with self._app.producer_or_acquire() as producer:
+                producer.publish(
+                    message.body,
+                    content_type=message.content_type,
+                    content_encoding=message.content_encoding,
+                    headers=headers,
+                    exchange=message.exchange,
+                    routing_key=message.routing_key,
+                    declare=self._declared(candidate.queue),
+                    retry=True,
+                    retry_policy=policy,
+                    **properties,
+                )
+        except Exception as error:
+            raise PublishFailed(f"{type(error).__name__}: {error}") from error
+
+    def _declared(self, queue: str | None) -> list[Any]:
+        """Return the queue to declare: a broker restarted without data would drop the message."""
+        if queue is None:
+            return []
+        try:
+            return [self._app.amqp.queues[queue]]
+        except KeyError:
+            return []
+
+    def close_books(self, outcome: Outcome, message: Message) -> bool:
+        """Tell Celery an end that no body returned: result backend, errbacks, chord.
+
+        Returns:
+            False when the message's body is not plain data: only a worker may decode it.
+
+        Raises:
+            PublishFailed: the result backend or the broker did not take it.
+        """
+        request = plain_request(message)
+        if request is None:
+            return False
+        backend = self._backend(request)
+        error = ending_error(outcome, task=request.task)
+        store_result = not request.ignore_result
+        try:
+            if outcome.state is JobState.SUCCEEDED:
+                backend.mark_as_done(request.id, None, request=request, store_result=store_result)
+            elif outcome.state is JobState.CANCELLED:
+                backend.mark_as_revoked(
+                    request.id, str(error), request=request, store_result=store_result
+                )
+            else:
+                backend.mark_as_failure(
+                    request.id, error, request=request, store_result=store_result
+                )
+                self._signal_failure(request, error)
+        except Exception as trouble:
+            raise PublishFailed(f"{type(trouble).__name__}: {trouble}") from trouble
+        return True
+
+    def _backend(self, request: Any) -> Any:
+        task = self._app.tasks.get(request.task)
+        return self._app.backend if task is None else task.backend
+
+    def _signal_failure(self, request: Any, error: Exception) -> None:
+        """Send ``task_failure``, as Celery does in the main process for a lost child."""
+        task = self._app.tasks.get(request.task)
+        if task is not None:
+            signals.task_failure.send(
+                sender=task,
+                task_id=request.id,
+                exception=error,
+                args=request.args,
+                kwargs=request.kwargs,
+                traceback=None,
+                einfo=None,
+            )
+
+
+def plain_request(message: Message) -> Any | None:
+    """Return a message as a task request; None when its body is not plain data."""
+    if message.content_type not in PLAIN_CONTENT:
+        return None
+    headers = kombu_json.loads(message.headers)
+    properties = kombu_json.loads(message.properties)
+    payload: Any = message.body
+    if headers.get("compression"):
+        payload = decompress(payload, headers["compression"])
+    args, kwargs, embed = serialization.loads(
+        payload, message.content_type, message.content_encoding, accept=[message.content_type]
+    )
+    request = dict(headers)
+    request.update(embed or {})
+    return Context(
+        request,
+        args=args,
+        kwargs=kwargs,
+        reply_to=properties.get("reply_to"),
+        correlation_id=properties.get("correlation_id"),
+        delivery_info={"exchange": message.exchange, "routing_key": message.routing_key},
+        called_directly=False,
+    )
+
+
+def ending_error(outcome: Outcome, *, task: str) -> Exception:
+    """Return the typed exception for an end that no body returned."""
+    name = (outcome.error_type or "").rpartition(".")[2]
+    kind = getattr(exceptions, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, exceptions.JobEnded)):
+        kind = exceptions.JobEnded
+    text = outcome.error_message or outcome.state_reason or outcome.state.value
+    return kind(f"job {outcome.job_id} ({task}): {text}")

@@ -1,0 +1,331 @@
+"""The only wiring: what is made for one app, and where it hooks into Celery.
+
+Everything below this floor is given what it needs through its constructor; only this module
+reads ``app.conf`` (with ``get``: ``add_defaults`` would override the user, celery-facts §11)
+and keeps one ``Extension`` an app. Nothing here connects: the store is reached at its first
+use in a process.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import weakref
+from typing import Any
+
+from celery import signals
+from celery.app.amqp import AMQP
+from celery.utils.imports import symbol_by_name
+
+from celery_lease import periodic, worker
+from celery_lease.dispatch import BrokerPublisher, RecordingProducer
+from celery_lease.exceptions import SettingError
+from celery_lease.reaper import PassResult, Reaper
+from celery_lease.runtime import PerProcess, Runtime
+from celery_lease.settings import (
+    Settings,
+    TaskSettings,
+    for_task,
+    load,
+    unknown_options,
+    unknown_settings,
+)
+from celery_lease.store.engine import Store
+from celery_lease.store.migrations import ensure_schema
+
+
+class Extension:
+    """celery-lease for one Celery app.
+
+    Args:
+        app: the app; not kept alive.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = weakref.ref(app)
+        self._lock = threading.RLock()
+        self._settings: Settings | None = None
+        self._store: Store | None = None
+        self._runtimes = PerProcess(self._make_runtime)
+        self._task_settings: dict[str, TaskSettings] = {}
+
+    @property
+    def app(self) -> Any:
+        """The app."""
+        app = self._app()
+        if app is None:
+            raise RuntimeError("the Celery app of this extension is gone")
+        return app
+
+    @property
+    def settings(self) -> Settings:
+        """The app's settings, read and checked together at their first use.
+
+        Raises:
+            SettingError: names each setting that cannot work, and what to do.
+        """
+        if self._settings is None:
+            conf = self.app.conf
+            problems = unknown_settings(
+                [str(key) for key in conf if str(key).lower().startswith("lease_")],
+                namespace=getattr(self.app, "namespace", None),
+            )
+            if problems:
+                raise SettingError(problems)
+            transport = conf.get("broker_transport_options") or {}
+            self._settings = load(conf.get, visibility_timeout=transport.get("visibility_timeout"))
+        return self._settings
+
+    @property
+    def store(self) -> Store:
+        """The store, its tables checked at the first use in a process.
+
+        Raises:
+            StoreUnavailable: it cannot be reached.
+            SchemaMismatch: its tables are missing, older or newer than this code.
+        """
+        store = self.raw_store
+        ensure_schema(store, auto_migrate=self.settings.store_auto_migrate)
+        return store
+
+    @property
+    def raw_store(self) -> Store:
+        """The store, whatever its tables are (for ``migrate``)."""
+        if self._store is None:
+            settings = self.settings
+            with self._lock:
+                if self._store is None:
+                    self._store = Store(
+                        url=settings.store_url,
+                        schema=settings.store_schema,
+                        table_prefix=settings.store_table_prefix,
+                        engine_options=settings.store_engine_options,
+                    )
+        return self._store
+
+    @property
+    def runtime(self) -> Runtime:
+        """This process's leases."""
+        return self._runtimes.get()
+
+    def stop_runtime(self) -> None:
+        """Write what this process still has to say, and end its threads."""
+        runtime = self._runtimes.existing()
+        if runtime is not None:
+            runtime.stop()
+
+    def _make_runtime(self) -> Runtime:
+        # The raw store: a delivery waits for its tables to be checked as it waits for a claim.
+        return Runtime(
+            store=self.raw_store,
+            settings=self.settings,
+            worker=worker.node_name(),
+            prepare=lambda: ensure_schema(
+                self.raw_store, auto_migrate=self.settings.store_auto_migrate
+            ),
+        )
+
+    def check_at_start(self) -> None:
+        """Check the app's settings and the options of all its leased tasks together.
+
+        Raises:
+            SettingError: names each that cannot work, and what to do.
+        """
+        problems: list[str] = []
+        settings = self.settings
+        for name, task in self.app.tasks.items():
+            if is_leased(task):
+                try:
+                    for_task(settings, task_options(type(task)), task=name)
+                except SettingError as error:
+                    problems.extend(error.problems)
+        if problems:
+            raise SettingError(problems)
+
+    def reaper(self, **options: Any) -> Reaper:
+        """Return a reaper of this app."""
+        return Reaper(
+            store=self.store,
+            settings=self.settings,
+            publisher=BrokerPublisher(self.app),
+            worker=worker.node_name(),
+            **options,
+        )
+
+    def run_pass(self) -> dict[str, int]:
+        """Make one pass of the reaper and return its counts."""
+        return dict(self.reaper().run_pass().counts)
+
+    def settings_for(self, task: Any) -> TaskSettings:
+        """Return a task's settings: its attributes over the app's.
+
+        Raises:
+            SettingError: names the task and each option that cannot work.
+        """
+        known = self._task_settings.get(task.name)
+        if known is None:
+            known = for_task(self.settings, task_options(type(task)), task=task.name)
+            self._task_settings[task.name] = known
+        return known
+
+    def is_leased(self, name: str) -> bool:
+        """Tell whether a task of this process runs under a lease."""
+        return is_leased(self.app._tasks.get(name))  # noqa: SLF001  the property finalizes
+
+    def recording(self, producer: Any, name: str, body: object) -> Any:
+        """Return a producer that records one message of a leased task before sending it."""
+        task = self.app._tasks[name]  # noqa: SLF001
+        return RecordingProducer(
+            producer,
+            body=body,
+            task=name,
+            store=self.store,
+            settings=self.settings,
+            task_settings=self.settings_for(task),
+            submitter=socket.gethostname(),
+        )
+
+    def on_finalized(self) -> None:
+        """Put the reaper into the beat schedule."""
+        settings = self.settings
+        periodic.schedule(
+            self.app,
+            interval_seconds=settings.reaper_interval,
+            queue=settings.reaper_queue,
+        )
+
+
+def is_leased(task: Any) -> bool:
+    """Tell whether a task object runs under a lease."""
+    return bool(getattr(task, "_lease_protocol", False)) and not task.name.startswith("celery.")
+
+
+def task_options(cls: type) -> dict[str, object]:
+    """Return the ``lease_…`` options that a task class and its bases set."""
+    options: dict[str, object] = {}
+    for base in reversed(cls.__mro__):
+        for name, value in vars(base).items():
+            if name.startswith("lease_"):
+                options[name] = value
+    return options
+
+
+_extensions: weakref.WeakKeyDictionary[Any, Extension] = weakref.WeakKeyDictionary()
+_installing = threading.RLock()
+
+
+def install(app: Any, **settings: Any) -> Extension:
+    """Add celery-lease to an app; binding the first ``LeasedTask`` does the same.
+
+    Args:
+        app: the Celery app.
+        **settings: settings to put into ``app.conf``, by their full names
+            (``lease_store_url=…``).
+
+    Raises:
+        SettingError: a name is not a setting of celery-lease.
+
+    .. versionadded:: 0.1
+    """
+    app = app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
+    problems = unknown_settings([name for name in settings if name.startswith("lease_")])
+    problems += [
+        f"install() got {name}={value!r}: write lease_{name}"
+        for name, value in settings.items()
+        if not name.startswith("lease_")
+    ]
+    if problems:
+        raise SettingError(problems)
+    if settings:
+        app.conf.update(settings)
+    with _installing:
+        extension = _extensions.get(app)
+        if extension is None:
+            extension = _extensions[app] = Extension(app)
+            _wire(app, extension)
+    return extension
+
+
+def _wire(app: Any, extension: Extension) -> None:
+    _record_publishes(app, extension)
+    periodic.register(app, extension.run_pass)
+    app.steps["worker"].add(worker.step_for(extension))
+    if app.finalized:
+        extension.on_finalized()
+    else:
+        app.on_after_finalize.connect(
+            lambda sender, **_: extension.on_finalized(), sender=app, weak=False
+        )
+
+
+def _record_publishes(app: Any, extension: Extension) -> None:
+    """Have every task message of the app pass ``RecordingProducer``.
+
+    ``AMQP.send_task_message`` is where all of them go, and the one place that knows the
+    serializer, the exact body and the producer (celery 5.5 to 5.7). The app makes its AMQP
+    object at its first use; one that is there already changes its class.
+    """
+    base = symbol_by_name(app.amqp_cls)
+    kind = type("RecordingAMQP", (_Recording, base), {"_lease_extension": extension})
+    app.amqp_cls = kind
+    made = app.__dict__.get("amqp")
+    if made is not None:
+        made.__class__ = kind
+        made.__dict__.pop("send_task_message", None)
+
+
+class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
+    """AMQP whose task sender records leased tasks."""
+
+    _lease_extension: Extension
+
+    def _create_task_sender(self) -> Any:
+        send = super()._create_task_sender()
+        extension = self._lease_extension
+
+        def send_task_message(producer: Any, name: str, message: Any, **options: Any) -> Any:
+            body = message.body
+            if extension.is_leased(name) and isinstance(body, tuple):
+                producer = extension.recording(producer, name, body)
+            return send(producer, name, message, **options)
+
+        return send_task_message
+
+
+def extension_of(app: Any) -> Extension:
+    """Return an app's extension, installed if it is not yet."""
+    app = app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
+    return _extensions.get(app) or install(app)
+
+
+def store_of(app: Any) -> Store:
+    """Return an app's store, with its tables checked."""
+    return extension_of(app).store
+
+
+def settings_of(app: Any) -> Settings:
+    """Return an app's settings."""
+    return extension_of(app).settings
+
+
+def check_options(cls: type) -> list[str]:
+    """Return the problems of a task class's ``lease_…`` options."""
+    return unknown_options(task_options(cls))
+
+
+def run_pass(app: Any) -> PassResult:
+    """Make one pass of the reaper."""
+    return extension_of(app).reaper().run_pass()
+
+
+@signals.worker_process_shutdown.connect(weak=False)
+def _stop_child(**_: Any) -> None:
+    # Children leave by os._exit: nothing else would write what the heartbeat still has.
+    for extension in list(_extensions.values()):
+        extension.stop_runtime()
+
+
+@signals.worker_shutdown.connect(weak=False)
+def _stop_worker(**_: Any) -> None:
+    for extension in list(_extensions.values()):
+        extension.stop_runtime()

@@ -1,0 +1,669 @@
+"""``LeasedTask``: a delivery, step by step.
+
+Both checks of the lease sit in ``__call__``, since Celery publishes callbacks and the next
+chain step before it stores the result (celery-facts, section 2): before the body a refused
+delivery ends in ``Ignore``, and between the body and the callbacks a stale outcome does.
+``Ignore`` writes nothing, fires nothing and acknowledges; ``Reject`` would be a FAILURE in
+Celery 5.7. No ``BaseException`` of ours ever leaves ``__call__``: it would kill a solo worker.
+
+A user's own ``__call__`` (Flask's app-context pattern) becomes the body: every subclass gets
+an entry of its own around it, whether or not it calls ``super()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
+
+from celery import Task, signals
+from celery.exceptions import Ignore, Reject, Retry
+from kombu import serialization
+
+from celery_lease import events
+from celery_lease.dispatch import (
+    DISPATCH_HEADER,
+    RECORDED_HEADER,
+    VERSION_HEADER,
+    Resend,
+    adopted_job,
+    ending_error,
+    is_replay,
+    resending,
+)
+from celery_lease.exceptions import (
+    HandOver,
+    LeaseLost,
+    PayloadTooLarge,
+    ResultNotSerialisable,
+    SettingError,
+    StaleWrite,
+    StoreError,
+    StoreUnavailable,
+)
+from celery_lease.extension import Extension, check_options, extension_of, install, is_leased
+from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
+from celery_lease.outcomes import failure_of
+from celery_lease.records import (
+    Absent,
+    Accepted,
+    ClaimAnswer,
+    Failure,
+    FinishAnswer,
+    Late,
+    Outcome,
+    Refused,
+    Replay,
+)
+from celery_lease.runtime import Runtime
+from celery_lease.settings import TaskSettings
+from celery_lease.states import JobState, LateOutcome
+from celery_lease.store import transitions
+
+#: Seconds before a job that its body rejected with ``requeue=True`` runs again: no delivery
+#: loop without a gap (B032).
+REQUEUE_SECONDS = 1.0
+#: Where a request keeps that its delivery has been claimed, and what is to be settled.
+_ENTERED = "_lease_entered"
+_SETTLES = "_lease_settles"
+
+
+def _entry(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``__call__`` that runs another one as a leased body."""
+
+    @functools.wraps(inner)
+    def __call__(self: LeasedTask, *args: Any, **kwargs: Any) -> Any:
+        body = functools.partial(inner, self, *args, **kwargs)
+        return _delivered(self, body, args, kwargs)
+
+    __call__.is_lease_entry = True  # type: ignore[attr-defined]
+    return __call__
+
+
+class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
+    """A Celery task whose jobs are never lost with a worker and never accepted twice.
+
+    Use it as ``base=LeasedTask``, or derive your own base from it. Every option below is a
+    class attribute or a decorator option, named like the setting it overrides.
+
+    .. versionadded:: 0.1
+    """
+
+    abstract = True
+    #: Delivered messages are acknowledged when the attempt has ended (``lease_ack``).
+    acks_late = True
+    #: Otherwise Celery writes FAILURE and fails the chord for a child that died, although the
+    #: job runs again. The message that comes back is refused while the lease lives.
+    reject_on_worker_lost = True
+
+    lease_duration: ClassVar[float | None] = None
+    lease_heartbeat_interval: ClassVar[float | None] = None
+    lease_max_attempts: ClassVar[int | None] = None
+    lease_ack: ClassVar[str | None] = None
+    lease_on_expiry: ClassVar[str | None] = None
+    lease_interrupt: ClassVar[bool | None] = None
+
+    _lease_protocol = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for kind in cls.__mro__:
+            found = kind.__dict__.get("__call__")
+            if found is not None:
+                if not getattr(found, "is_lease_entry", False):
+                    cls.__call__ = _entry(found)
+                return
+
+    @classmethod
+    def bind(cls, app: Any) -> Any:
+        """Bind to an app, which adds celery-lease to it.
+
+        Raises:
+            SettingError: the task has a ``lease_…`` option that is not one.
+        """
+        bound = super().bind(app)
+        problems = check_options(cls)
+        if problems:
+            raise SettingError([f"task {cls.name}: {problem}" for problem in problems])
+        # An option, a setting or an annotation may have said otherwise: the claim needs a
+        # message that can still be given back.
+        cls.acks_late = True
+        cls.reject_on_worker_lost = True
+        install(app)
+        return bound
+
+    @property
+    def lease(self) -> Any:
+        """The lease of the running body; outside of one, a null lease whose calls do nothing."""
+        return current_lease()
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """Record the job and publish its message; see ``celery.Task.apply_async``.
+
+        Raises:
+            StoreUnavailable: nothing was recorded and nothing was sent.
+            PayloadTooLarge: the message is over ``lease_max_message_bytes``.
+            SettingError: a ``lease_…`` option was given, which a call does not take.
+        """
+        wrong = sorted(name for name in options if name.startswith("lease_"))
+        if wrong:
+            raise SettingError(
+                [f"apply_async() of {self.name} got {n}: set it on the task" for n in wrong]
+            )
+        return super().apply_async(args, kwargs, **options)
+
+    def retry(self, *args: Any, **kwargs: Any) -> Any:
+        """Retry the task as a new attempt of the same job; see ``celery.Task.retry``.
+
+        The attempt is closed, with the new message version, before the message leaves; if the
+        lease is lost nothing is published and ``Ignore`` is raised.
+        """
+        lease = _lease_of(self)
+        if lease is None:
+            return super().retry(*args, **kwargs)
+        if lease.ended_by is not None:
+            raise Ignore(f"this attempt has ended already: {lease.ended_by}")
+        extension = extension_of(self.app)
+        error = kwargs.get("exc")
+        resend = Resend(
+            runtime=extension.runtime,
+            lease=lease,
+            kind=LateOutcome.RETRIED,
+            failure=failure_of(error) if isinstance(error, BaseException) else Failure(),
+            shielded=shielded,
+        )
+        with resending(resend):
+            try:
+                return super().retry(*args, **kwargs)
+            except Reject:
+                # Celery turns whatever the publish raised into a failure of the task.
+                if isinstance(resend.error, StaleWrite | StoreUnavailable):
+                    lease.ended_by = "lost"
+                    raise Ignore(str(resend.error)) from resend.error
+                raise
+
+    def on_replace(self, sig: Any) -> Any:
+        """Replace the running task; the lease ends with the transition that fits."""
+        lease = _lease_of(self)
+        if lease is None:
+            return super().on_replace(sig)
+        extension = extension_of(self.app)
+        runtime = extension.runtime
+        if sig.get("subtask_type") is None and is_leased(self.app.tasks.get(sig.task)):
+            resend = Resend(
+                runtime=runtime, lease=lease, kind=LateOutcome.REPLACED, shielded=shielded
+            )
+            with resending(resend):
+                try:
+                    sig.delay()
+                except StaleWrite as error:
+                    lease.ended_by = "lost"
+                    raise Ignore(str(error)) from error
+            raise Ignore("replaced")
+        if not runtime.confirm(lease):
+            runtime.heartbeat.remove(lease)
+            lease.ended_by = "lost"
+            runtime.reject(lease, Late(LateOutcome.REPLACED))
+            raise Ignore("the lease is lost: nothing was published")
+        sig.delay()
+        runtime.finish(
+            lease,
+            lambda parting: transitions.replace_away(runtime.store, lease.held, parting),
+            reason=LateOutcome.REPLACED.value,
+            late=Late(LateOutcome.REPLACED),
+            shielded=shielded,
+        )
+        lease.ended_by = "replace"
+        raise Ignore("replaced")
+
+
+def _super_call(self: LeasedTask, *args: Any, **kwargs: Any) -> Any:
+    return super(LeasedTask, self).__call__(*args, **kwargs)
+
+
+# What comes after LeasedTask in the MRO of a task with several bases is the body.
+LeasedTask.__call__ = _entry(_super_call)
+
+
+def _lease_of(task: Task) -> Lease | None:
+    """Return the lease under which this task's own body runs, None for any other call."""
+    lease = current_lease()
+    if isinstance(lease, Lease) and task.request.id == lease.job_id:
+        return lease
+    return None
+
+
+def _delivered(
+    task: LeasedTask, body: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a body: under a lease when a worker delivers it, plainly otherwise."""
+    request = task.request_stack.top
+    if request is not None and _ENTERED in request.__dict__ and len(task.request_stack) == 1:
+        # A user's __call__ reaches this one by super(): the lease is in force already.
+        return body()
+    if (
+        request is None
+        or request.called_directly
+        or request.is_eager
+        or len(task.request_stack) != 1
+        or not is_leased(task)
+    ):
+        with in_force(NULL_LEASE):
+            return body()
+    request.__dict__[_ENTERED] = True
+    return _Delivery(task, request, args, kwargs).run(body)
+
+
+class _Delivery:
+    """One delivery of one job to this process."""
+
+    def __init__(
+        self, task: LeasedTask, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._task = task
+        self._request = request
+        self._args = args
+        self._kwargs = kwargs
+        self._extension: Extension = extension_of(task.app)
+        self._settings: TaskSettings = self._extension.settings_for(task)
+        self._runtime: Runtime = self._extension.runtime
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Claim, run the body, end the attempt, and give Celery what it is to publish."""
+        answer, lease = self._claim()
+        if isinstance(answer, Replay):
+            return self._replay(answer.outcome)
+        if lease is None:
+            raise self._refused(answer)
+        return _Attempt(self, lease).run(body)
+
+    # -- claim ---------------------------------------------------------------------------------
+
+    def _claim(self) -> tuple[ClaimAnswer, Lease | None]:
+        request = self._request
+        version = request.get(VERSION_HEADER)
+        try:
+            answer, lease = self._ask(version or 1)
+            if isinstance(answer, Absent) and not request.get(RECORDED_HEADER):
+                self._adopt()
+                answer, lease = self._ask(1)
+        except StoreError as error:
+            # Never run unclaimed, and nothing is lost: the message goes back to the broker.
+            events.emit(
+                events.STORE_UNAVAILABLE,
+                job_id=request.id,
+                worker=self._runtime.worker,
+                reason=str(error),
+            )
+            raise Reject(error, requeue=True) from error
+        return answer, lease
+
+    def _ask(self, version: int) -> tuple[ClaimAnswer, Lease | None]:
+        return self._runtime.claim(
+            job_id=self._request.id,
+            message_version=version,
+            task_settings=self._settings,
+            replay=is_replay(self._request.get(DISPATCH_HEADER)),
+        )
+
+    def _adopt(self) -> None:
+        """Record a job whose publisher did not (another language, ``send_task`` elsewhere)."""
+        job = adopted_job(
+            self._task.app, self._task, self._request, task_settings=self._settings
+        )
+        transitions.submit(self._runtime.store, job)
+
+    def _refused(self, answer: ClaimAnswer) -> Ignore:
+        refusal = answer.refusal.value if isinstance(answer, Refused) else "pruned"
+        owner = answer.owner if isinstance(answer, Refused) else None
+        events.emit(
+            events.CLAIM_REFUSED,
+            job_id=self._request.id,
+            worker=self._runtime.worker,
+            refusal=refusal,
+            owner=owner,
+            dispatch=self._request.get(DISPATCH_HEADER),
+        )
+        if isinstance(answer, Refused) and answer.vanished is not None:
+            self._extension.reaper().follow_up(answer.vanished)
+        return Ignore(f"job {self._request.id} is not this delivery's to run: {refusal}")
+
+    # -- replay --------------------------------------------------------------------------------
+
+    def _replay(self, outcome: Outcome) -> Any:
+        """Have Celery publish a stored outcome, without running the body."""
+        self.settle_after(outcome.fencing_token, outcome.finished_at)
+        if outcome.state is JobState.SUCCEEDED:
+            return self._stored_result(outcome)
+        if not outcome.by_attempt or outcome.result is None:
+            raise ending_error(outcome, task=self._task.name)
+        meta = serialization.loads(
+            outcome.result, outcome.result_type, "utf-8", accept=[outcome.result_type]
+        )
+        raise self._task.backend.exception_to_python(meta)
+
+    def _stored_result(self, outcome: Outcome) -> Any:
+        if outcome.result is None:
+            return None
+        conf = self._task.app.conf
+        return serialization.loads(
+            outcome.result,
+            outcome.result_type,
+            "utf-8",
+            accept=serialization.prepare_accept_content(
+                conf.result_accept_content or conf.accept_content
+            ),
+        )
+
+    def settle_after(self, fencing_token: int, finished_at: Any) -> None:
+        """Settle this outcome once Celery has stored it and sent its callbacks."""
+        self._request.__dict__[_SETTLES] = (self._request.id, fencing_token, finished_at)
+
+
+class _Attempt:
+    """One attempt: the body under its lease, and what becomes of what it did."""
+
+    def __init__(self, delivery: _Delivery, lease: Lease) -> None:
+        self._delivery = delivery
+        self._task = delivery._task  # noqa: SLF001  one role in two classes of this file
+        self._request = delivery._request  # noqa: SLF001
+        self._extension = delivery._extension  # noqa: SLF001
+        self._runtime = delivery._runtime  # noqa: SLF001
+        self._lease = lease
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Return the body's value if it is this attempt's to give; raise what Celery is to see."""
+        try:
+            return self._tried(body)
+        except _Ended as ended:
+            raise ended.raises from ended.__cause__
+
+    def _tried(self, body: Callable[[], Any]) -> Any:
+        try:
+            with in_force(self._lease):
+                value = body()
+            return self._returned(value)
+        except _Ended:
+            raise
+        except Retry as error:
+            raise self._retried(error) from error
+        except Ignore as error:
+            raise self._ignored(error) from error
+        except Reject as error:
+            raise self._rejected(error) from error
+        except (LeaseLost, HandOver) as error:
+            # Raised on, a BaseException of ours would end a solo worker.
+            raise self._interrupted(error) from None
+        except Exception as error:
+            self._raised(error)
+            raise
+        except BaseException as error:
+            self._torn_down(error)
+            raise
+
+    # -- what the body did ---------------------------------------------------------------------
+
+    def _returned(self, value: Any) -> Any:
+        if self._lease.ended_by is not None:
+            # ``retry(throw=False)``: the attempt ended with the retry, whatever was returned.
+            raise _Ended(Ignore(f"this attempt has ended already: {self._lease.ended_by}"))
+        result, content_type = encode_result(
+            self._task, self._request, value, self._extension.settings.max_result_bytes
+        )
+        late = Late(LateOutcome.SUCCEEDED, result, _digest(result))
+        answer = self._finish(
+            lambda parting: transitions.complete(
+                self._runtime.store,
+                self._lease.held,
+                parting,
+                result=result,
+                result_type=content_type,
+            ),
+            reason=None,
+            late=late,
+        )
+        if not isinstance(answer, Accepted) or answer.finished_at is None:
+            raise _Ended(Ignore("the lease was lost: this result is kept and not accepted"))
+        self._delivery.settle_after(self._lease.fencing_token, answer.finished_at)
+        return value
+
+    def _raised(self, error: Exception) -> None:
+        """Record a failure of the body; raises ``Ignore`` when it is not this attempt's to say."""
+        if self._lease.ended_by is not None:
+            raise Ignore(f"this attempt has ended already: {self._lease.ended_by}") from error
+        answer = self._fail(error, settled=False)
+        if answer.finished_at is not None:
+            self._delivery.settle_after(self._lease.fencing_token, answer.finished_at)
+
+    def _fail(self, error: BaseException, *, settled: bool) -> Accepted:
+        failure = failure_of(error)
+        meta = encode_error(self._task, error)
+        answer = self._finish(
+            lambda parting: transitions.fail(
+                self._runtime.store,
+                self._lease.held,
+                parting,
+                error=meta,
+                error_content_type="application/json",
+                settled=settled,
+            ),
+            reason=failure.failure_class,
+            failure=failure,
+            late=Late(LateOutcome.FAILED, failure=failure),
+        )
+        if not isinstance(answer, Accepted):
+            raise Ignore("the lease was lost: this failure is kept and not accepted") from error
+        return answer
+
+    def _retried(self, error: Retry) -> BaseException:
+        if self._lease.ended_by == LateOutcome.RETRIED.value:
+            return error
+        if self._lease.ended_by is not None:
+            return Ignore(f"this attempt has ended already: {self._lease.ended_by}")
+        # A bare ``Retry`` publishes nothing in Celery: give the job back, due when it says.
+        when = error.when if isinstance(error.when, int | float) else 0.0
+        self._release("retry", delay_seconds=float(when))
+        return error
+
+    def _ignored(self, error: Ignore) -> BaseException:
+        if self._lease.ended_by is not None:
+            return error
+        answer = self._finish(
+            lambda parting: transitions.complete(
+                self._runtime.store,
+                self._lease.held,
+                parting,
+                result=None,
+                result_type=None,
+                settled=True,
+            ),
+            reason="ignored",
+            late=Late(LateOutcome.SUCCEEDED),
+        )
+        return error if isinstance(answer, Accepted) else Ignore("the lease was lost")
+
+    def _rejected(self, error: Reject) -> BaseException:
+        if self._lease.ended_by is not None:
+            return Ignore(f"this attempt has ended already: {self._lease.ended_by}")
+        if error.requeue:
+            self._release("rejected", delay_seconds=REQUEUE_SECONDS)
+            return Ignore("given back")
+        cause = error.reason if isinstance(error.reason, BaseException) else error
+        try:
+            self._fail(cause, settled=True)
+        except Ignore as stale:
+            return stale
+        return error
+
+    def _interrupted(self, error: BaseException) -> BaseException:
+        if isinstance(error, HandOver):
+            self._release("hand-over")
+            return Ignore("handed over")
+        vanished = self._runtime.surrender(self._lease, reason=str(error))
+        if vanished is not None:
+            self._extension.reaper().follow_up(vanished)
+        return Ignore(str(error))
+
+    def _torn_down(self, error: BaseException) -> None:
+        """End the attempt of a body under which the process ends: SystemExit, GreenletExit …"""
+        if self._lease.ended_by is not None:
+            return
+        if is_signal_exit(error):
+            # Where the store is away the lease runs out instead; the exit goes on either way.
+            with suppress(_Ended):
+                self._release("stopped")
+            return
+        vanished = self._runtime.surrender(self._lease, reason=f"{type(error).__name__}: {error}")
+        if vanished is not None:
+            self._extension.reaper().follow_up(vanished)
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        transition: Callable[[transitions.Parting], FinishAnswer],
+        *,
+        reason: str | None,
+        late: Late,
+        failure: Failure | None = None,
+    ) -> FinishAnswer:
+        try:
+            return self._runtime.finish(
+                self._lease,
+                transition,
+                reason=reason,
+                failure=failure,
+                late=late,
+                shielded=shielded,
+            )
+        except StoreUnavailable as error:
+            # The outcome could not be recorded, so Celery must not hear of it either: the
+            # reaper gives the job on.
+            raise _Ended(Ignore(str(error))) from error
+
+    def _release(self, reason: str, *, delay_seconds: float = 0.0) -> None:
+        answer = self._finish(
+            lambda parting: transitions.release(
+                self._runtime.store, self._lease.held, parting, delay_seconds=delay_seconds
+            ),
+            reason=reason,
+            late=Late(LateOutcome.RELEASED),
+        )
+        if isinstance(answer, Accepted):
+            events.emit(
+                events.JOB_RELEASED,
+                job_id=self._lease.job_id,
+                fencing_token=self._lease.fencing_token,
+                worker=self._runtime.worker,
+                reason=reason,
+            )
+            if not delay_seconds:
+                self._extension.reaper().send_now(self._lease.job_id)
+
+
+class _Ended(Exception):
+    """Raised inside an attempt that has ended; carries what Celery is to see."""
+
+    def __init__(self, raises: Exception) -> None:
+        self.raises = raises
+        super().__init__(str(raises))
+
+
+def encode_result(
+    task: LeasedTask, request: Any, value: Any, limit: int
+) -> tuple[bytes | None, str | None]:
+    """Return a result as bytes and their content type; (None, None) when nobody asks for it.
+
+    Raises:
+        ResultNotSerialisable: the result serializer cannot encode it, and somebody asks.
+        PayloadTooLarge: it is over ``lease_max_result_bytes``.
+    """
+    followed = bool(request.callbacks or request.chain or request.chord)
+    ignored = request.ignore_result if request.ignore_result is not None else task.ignore_result
+    if (ignored and not followed) or value is None:
+        return None, None
+    serializer = getattr(task.backend, "serializer", None) or task.app.conf.result_serializer
+    try:
+        content_type, _, payload = serialization.dumps(value, serializer)
+    except Exception as error:
+        if _is_disabled(task.backend) and not followed:
+            return None, None
+        raise ResultNotSerialisable(task.name, serializer, str(error)) from error
+    encoded = payload.encode() if isinstance(payload, str) else bytes(payload)
+    if len(encoded) > limit:
+        raise PayloadTooLarge("result", len(encoded), limit, "lease_max_result_bytes", task.name)
+    return encoded, content_type
+
+
+def _is_disabled(backend: Any) -> bool:
+    return type(backend).__name__ == "DisabledBackend"
+
+
+def encode_error(task: LeasedTask, error: BaseException) -> bytes:
+    """Return an exception as Celery's JSON backends keep it."""
+    meta = task.backend.prepare_exception(error, serializer="json")
+    return str(serialization.dumps(meta, "json")[2]).encode()
+
+
+def _digest(result: bytes | None) -> str | None:
+    return None if result is None else f"sha256:{hashlib.sha256(result).hexdigest()}"
+
+
+def is_signal_exit(error: BaseException) -> bool:
+    """Tell a SystemExit that a stop signal raised from one that the body asked for.
+
+    billiard's handler exits with ``-(256 - signum)`` (billiard 4.2 to 4.3, ``common.py``);
+    Celery's own, in a solo or threads worker, raises its ``WorkerShutdown`` kinds.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    if not isinstance(error, SystemExit):
+        return False
+    if type(error) is not SystemExit:
+        return True
+    return isinstance(error.code, int) and -256 < error.code < -128  # noqa: PLR2004
+
+
+def shielded(call: Callable[[], Any]) -> Any:
+    """Run a call with the soft time limit's signal held back, and dropped afterwards.
+
+    Delivered during the commit it would split the books: succeeded here, FAILURE in Celery
+    (celery-facts, section 6). The body is over, so there is nothing left to limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    with _held_back(signal.SIGUSR1):
+        return call()
+
+
+@contextmanager
+def _held_back(signum: int) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+    try:
+        yield
+    finally:
+        handler = signal.getsignal(signum)
+        if signum not in before and handler is not None:
+            # Ignoring it drops the one that waits; then it can be let through again.
+            signal.signal(signum, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.signal(signum, handler)
+        else:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _settle(sender: Any = None, **_: Any) -> None:
+    """Settle an outcome that Celery has stored, with its callbacks sent."""
+    if not is_leased(sender):
+        return
+    outcome = sender.request.__dict__.pop(_SETTLES, None)
+    if outcome is not None:
+        extension_of(sender.app).runtime.settle_later(outcome)
+
+
+signals.task_success.connect(_settle, weak=False)
+signals.task_failure.connect(_settle, weak=False)

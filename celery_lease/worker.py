@@ -1,0 +1,169 @@
+"""The worker's main process: checks at start, and a reaper that needs neither beat nor pool.
+
+Recovery must hang neither on beat nor on a free slot of the pool (seed S2): a worker that sees
+no pass recorded for two intervals makes one itself, in a thread of its main process. That
+thread and a fork must not meet: a child forked while it holds a lock of a library would hang
+on that lock (B047). ``ForkGate`` keeps forks out of each of its steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from celery import bootsteps
+
+from celery_lease import events
+from celery_lease.exceptions import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+#: A fork waits this long for the thread's step to end, then happens anyway.
+FORK_WAIT_SECONDS = 5.0
+
+
+class ForkGate:
+    """A lock that a fork of this process waits for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held = False
+        _gates.add(self)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Keep forks out of a block."""
+        with self._lock:
+            yield
+
+    def before_fork(self) -> None:
+        """Wait for the block to end."""
+        self._held = self._lock.acquire(timeout=FORK_WAIT_SECONDS)
+
+    def after_fork_in_parent(self) -> None:
+        """Let blocks begin again."""
+        if self._held:
+            self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Begin anew: the thread that may hold the lock is not here."""
+        self._lock = threading.Lock()
+
+
+_gates: weakref.WeakSet[ForkGate] = weakref.WeakSet()
+
+
+def _each(call: str) -> Any:
+    def run() -> None:
+        for gate in list(_gates):
+            getattr(gate, call)()
+
+    return run
+
+
+os.register_at_fork(
+    before=_each("before_fork"),
+    after_in_parent=_each("after_fork_in_parent"),
+    after_in_child=_each("after_fork_in_child"),
+)
+
+_node_name: str | None = None
+
+
+def node_name() -> str:
+    """Return Celery's node name of this worker, or the host and pid of another process."""
+    return _node_name or f"{socket.gethostname()}:{os.getpid()}"
+
+
+class ReaperThread:
+    """Makes a pass when nobody else does.
+
+    Args:
+        extension: the app's extension.
+        interval_seconds: ``lease_reaper_interval``.
+    """
+
+    def __init__(self, extension: Any, *, interval_seconds: float) -> None:
+        self._extension = extension
+        self._interval_seconds = interval_seconds
+        self._gate = ForkGate()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="celery-lease-reaper", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float = 2.0) -> None:
+        """End, within the timeout."""
+        self._stopping.set()
+        self._thread.join(timeout_seconds)
+
+    def look_once(self) -> bool:
+        """Make a pass if none was recorded for two intervals; tell whether one was made."""
+        with self._gate():
+            reaper = self._extension.reaper(around=self._gate)
+        if not reaper.is_due():
+            return False
+        reaper.run_pass()
+        return True
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_seconds / 2):
+            try:
+                self.look_once()
+            except StoreUnavailable as error:
+                events.emit(events.STORE_UNAVAILABLE, worker=node_name(), reason=str(error))
+            except Exception:
+                # The thread's outer edge: without it this worker never reaps again.
+                logger.exception("lease.pass.failed worker=%s", node_name())
+
+
+def step_for(extension: Any) -> type[bootsteps.StartStopStep]:
+    """Return the worker's boot step for one app."""
+
+    class LeaseStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has no types
+        """Checks the settings before the pool starts, the store after, then watches passes."""
+
+        requires = ("celery.worker.components:Pool",)
+
+        def __init__(self, parent: Any, **options: Any) -> None:
+            global _node_name  # noqa: PLW0603  one worker a process; its children inherit it
+            super().__init__(parent, **options)
+            _node_name = parent.hostname
+            self.thread: ReaperThread | None = None
+            extension.check_at_start()
+
+        def start(self, parent: Any) -> None:
+            del parent
+            try:
+                extension.store  # noqa: B018  checks the tables
+            except StoreUnavailable as error:
+                # It may come later: deliveries wait for it, and nothing runs unclaimed.
+                logger.error("lease.store.unavailable %s", error)  # noqa: TRY400
+            if extension.settings.reaper_in_worker:
+                self.thread = ReaperThread(
+                    extension, interval_seconds=extension.settings.reaper_interval
+                )
+                self.thread.start()
+
+        def stop(self, parent: Any) -> None:
+            del parent
+            if self.thread is not None:
+                self.thread.stop()
+                self.thread = None
+
+        terminate = stop
+
+    return LeaseStep
+
