@@ -1,0 +1,1 @@
+"""Tests with real workers and a real broker, through pytest-celery's own fixtures."""
