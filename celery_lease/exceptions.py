@@ -152,7 +152,8 @@ class StaleWrite(LeaseError):
         self.job_id = job_id
         self.fencing_token = fencing_token
         super().__init__(
-            f"attempt {fencing_token} of job {job_id} no longer holds the lease: nothing was changed"
+            f"attempt {fencing_token} of job {job_id} no longer holds the lease: "
+            "nothing was changed"
         )
 
     def __reduce__(self) -> tuple[type[StaleWrite], tuple[str, int]]:

@@ -202,12 +202,12 @@ def is_leased(task: Any) -> bool:
 
 def task_options(cls: type) -> dict[str, object]:
     """Return the ``lease_…`` options that a task class and its bases set."""
-    options: dict[str, object] = {}
-    for base in reversed(cls.__mro__):
-        for name, value in vars(base).items():
-            if name.startswith("lease_"):
-                options[name] = value
-    return options
+    return {
+        name: value
+        for base in reversed(cls.__mro__)
+        for name, value in vars(base).items()
+        if name.startswith("lease_")
+    }
 
 
 _extensions: weakref.WeakKeyDictionary[Any, Extension] = weakref.WeakKeyDictionary()
@@ -254,7 +254,7 @@ def _wire(app: Any, extension: Extension) -> None:
         extension.on_finalized()
     else:
         app.on_after_finalize.connect(
-            lambda sender, **_: extension.on_finalized(), sender=app, weak=False
+            lambda **_: extension.on_finalized(), sender=app, weak=False
         )
 
 
@@ -318,14 +318,11 @@ def run_pass(app: Any) -> PassResult:
     return extension_of(app).reaper().run_pass()
 
 
-@signals.worker_process_shutdown.connect(weak=False)
-def _stop_child(**_: Any) -> None:
+def _stop_runtimes(**_: Any) -> None:
     # Children leave by os._exit: nothing else would write what the heartbeat still has.
     for extension in list(_extensions.values()):
         extension.stop_runtime()
 
 
-@signals.worker_shutdown.connect(weak=False)
-def _stop_worker(**_: Any) -> None:
-    for extension in list(_extensions.values()):
-        extension.stop_runtime()
+signals.worker_process_shutdown.connect(_stop_runtimes, weak=False)
+signals.worker_shutdown.connect(_stop_runtimes, weak=False)

@@ -168,7 +168,7 @@ class Lease(NullLease):
         self._on_checkpoint()
 
     @property
-    def last_checkpoint(self) -> Any:  # type: ignore[override]  # constant in the null lease
+    def last_checkpoint(self) -> Any:
         """The newest checkpoint of this or an earlier attempt; None without one."""
         text = self._last_checkpoint_text
         return None if text is None else json.loads(text)

@@ -31,8 +31,10 @@ def failure_of(error: BaseException) -> Failure:
 def type_name(error: BaseException) -> str:
     """Return ``module.Class`` of an exception, the bare class name of a built-in one."""
     kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else (
-        f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else (f"{kind.__module__}.{kind.__qualname__}")
     )
 
 

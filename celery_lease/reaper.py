@@ -155,16 +155,14 @@ class Reaper:
     def _move_on(self, result: PassResult) -> None:
         batch = self._settings.reaper_batch
         grace = self._settings.queued_timeout
-        for kind, move in (
-            (
-                "woken",
-                lambda: transitions.wake(
-                    self._store, limit=batch, dispatched_grace_seconds=grace
-                ),
+        moves: dict[str, Callable[[], list[str]]] = {
+            "woken": lambda: transitions.wake(
+                self._store, limit=batch, dispatched_grace_seconds=grace
             ),
-            ("overdue", lambda: transitions.pass_deadline(self._store, limit=batch)),
-            ("cancelled", lambda: transitions.expire_unstarted(self._store, limit=batch)),
-        ):
+            "overdue": lambda: transitions.pass_deadline(self._store, limit=batch),
+            "cancelled": lambda: transitions.expire_unstarted(self._store, limit=batch),
+        }
+        for kind, move in moves.items():
             moved = 0
             while moved < self._settings.reaper_limit:
                 with self._around():

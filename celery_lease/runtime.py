@@ -126,9 +126,7 @@ class Runtime:
         def ask() -> ClaimAnswer:
             self._prepare()
             sends.append(self._monotonic())
-            return transitions.claim(
-                self.store, delivery, lost_backoff=self.settings.lost_backoff
-            )
+            return transitions.claim(self.store, delivery, lost_backoff=self.settings.lost_backoff)
 
         answer = self._patiently(ask, until=self._monotonic() + self.settings.claim_timeout)
         if not isinstance(answer, Claimed):

@@ -76,12 +76,12 @@ def _entry(inner: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``__call__`` that runs another one as a leased body."""
 
     @functools.wraps(inner)
-    def __call__(self: LeasedTask, *args: Any, **kwargs: Any) -> Any:
+    def entry(self: LeasedTask, *args: Any, **kwargs: Any) -> Any:
         body = functools.partial(inner, self, *args, **kwargs)
-        return _delivered(self, body, args, kwargs)
+        return _delivered(self, body)
 
-    __call__.is_lease_entry = True  # type: ignore[attr-defined]
-    return __call__
+    entry.is_lease_entry = True  # type: ignore[attr-defined]
+    return entry
 
 
 class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
@@ -237,9 +237,7 @@ def _lease_of(task: Task) -> Lease | None:
     return None
 
 
-def _delivered(
-    task: LeasedTask, body: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _delivered(task: LeasedTask, body: Callable[[], Any]) -> Any:
     """Run a body: under a lease when a worker delivers it, plainly otherwise."""
     request = task.request_stack.top
     if request is not None and _ENTERED in request.__dict__ and len(task.request_stack) == 1:
@@ -255,19 +253,15 @@ def _delivered(
         with in_force(NULL_LEASE):
             return body()
     request.__dict__[_ENTERED] = True
-    return _Delivery(task, request, args, kwargs).run(body)
+    return _Delivery(task, request).run(body)
 
 
 class _Delivery:
     """One delivery of one job to this process."""
 
-    def __init__(
-        self, task: LeasedTask, request: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, task: LeasedTask, request: Any) -> None:
         self._task = task
         self._request = request
-        self._args = args
-        self._kwargs = kwargs
         self._extension: Extension = extension_of(task.app)
         self._settings: TaskSettings = self._extension.settings_for(task)
         self._runtime: Runtime = self._extension.runtime
@@ -312,9 +306,7 @@ class _Delivery:
 
     def _adopt(self) -> None:
         """Record a job whose publisher did not (another language, ``send_task`` elsewhere)."""
-        job = adopted_job(
-            self._task.app, self._task, self._request, task_settings=self._settings
-        )
+        job = adopted_job(self._task.app, self._task, self._request, task_settings=self._settings)
         transitions.submit(self._runtime.store, job)
 
     def _refused(self, answer: ClaimAnswer) -> Ignore:
@@ -341,8 +333,9 @@ class _Delivery:
             return self._stored_result(outcome)
         if not outcome.by_attempt or outcome.result is None:
             raise ending_error(outcome, task=self._task.name)
+        # Written by ``encode_error``, always JSON: nothing else is decoded, whatever the row says.
         meta = serialization.loads(
-            outcome.result, outcome.result_type, "utf-8", accept=[outcome.result_type]
+            outcome.result, "application/json", "utf-8", accept=["application/json"]
         )
         raise self._task.backend.exception_to_python(meta)
 
@@ -459,7 +452,7 @@ class _Attempt:
             raise Ignore("the lease was lost: this failure is kept and not accepted") from error
         return answer
 
-    def _retried(self, error: Retry) -> BaseException:
+    def _retried(self, error: Retry) -> Any:
         if self._lease.ended_by == LateOutcome.RETRIED.value:
             return error
         if self._lease.ended_by is not None:
@@ -469,7 +462,7 @@ class _Attempt:
         self._release("retry", delay_seconds=float(when))
         return error
 
-    def _ignored(self, error: Ignore) -> BaseException:
+    def _ignored(self, error: Ignore) -> Any:
         if self._lease.ended_by is not None:
             return error
         answer = self._finish(
@@ -486,7 +479,7 @@ class _Attempt:
         )
         return error if isinstance(answer, Accepted) else Ignore("the lease was lost")
 
-    def _rejected(self, error: Reject) -> BaseException:
+    def _rejected(self, error: Reject) -> Any:
         if self._lease.ended_by is not None:
             return Ignore(f"this attempt has ended already: {self._lease.ended_by}")
         if error.requeue:
@@ -499,7 +492,7 @@ class _Attempt:
             return stale
         return error
 
-    def _interrupted(self, error: BaseException) -> BaseException:
+    def _interrupted(self, error: BaseException) -> Any:
         if isinstance(error, HandOver):
             self._release("hand-over")
             return Ignore("handed over")
@@ -509,7 +502,7 @@ class _Attempt:
         return Ignore(str(error))
 
     def _torn_down(self, error: BaseException) -> None:
-        """End the attempt of a body under which the process ends: SystemExit, GreenletExit …"""
+        """End the attempt of a body under which its process ends (SystemExit, GreenletExit)."""
         if self._lease.ended_by is not None:
             return
         if is_signal_exit(error):

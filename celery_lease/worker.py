@@ -96,9 +96,7 @@ class ReaperThread:
         self._interval_seconds = interval_seconds
         self._gate = ForkGate()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="celery-lease-reaper", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="celery-lease-reaper", daemon=True)
 
     def start(self) -> None:
         """Begin."""
@@ -166,4 +164,3 @@ def step_for(extension: Any) -> type[bootsteps.StartStopStep]:
         terminate = stop
 
     return LeaseStep
-

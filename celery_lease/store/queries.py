@@ -190,9 +190,7 @@ def outcome(store: Store, job_id: str) -> tuple[Outcome, Dispatchable] | None:
     statement = (
         _candidates(job)
         .add_columns(job)
-        .where(
-            job.c.id == job_id, job.c.finished_at.is_not(None), job.c.settled_at.is_(None)
-        )
+        .where(job.c.id == job_id, job.c.finished_at.is_not(None), job.c.settled_at.is_(None))
     )
 
     def work() -> tuple[Outcome, Dispatchable] | None:

@@ -11,20 +11,22 @@ on PostgreSQL, without 2,448 (design, section 3). So there is none.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import sqlalchemy as sa
 
 from celery_lease.states import FINAL_STATES, LIVE_STATES, AttemptState, JobState, OnExpiry
 from celery_lease.store.dialects import (
-    ATTEMPT_OPTIONS,
     TABLE_OPTIONS,
     Blob,
     Instant,
     LongText,
     has_partial_indexes,
     index_options,
+    leave_room_after_create,
 )
 
 #: Longest task id, task name, queue, owner … in characters: Celery's own result tables use 155
@@ -45,8 +47,8 @@ class Tables:
     version_table: str
 
 
-def _one_of(column: str, values: frozenset[JobState] | frozenset[AttemptState]) -> str:
-    listed = ", ".join(f"'{value.value}'" for value in sorted(values, key=lambda v: v.value))
+def _one_of(column: str, values: Iterable[Enum]) -> str:
+    listed = ", ".join(f"'{value.value}'" for value in sorted(values, key=lambda value: str(value.value)))
     return f"{column} IN ({listed})"
 
 
@@ -59,9 +61,7 @@ _UNSETTLED = "finished_at IS NOT NULL AND settled_at IS NULL"
 _LIVE = "ended_at IS NULL"
 
 
-def _partial(
-    name: str, *columns: sa.Column[Any], where: str, unique: bool = False
-) -> sa.Index:
+def _partial(name: str, *columns: sa.Column[Any], where: str, unique: bool = False) -> sa.Index:
     return sa.Index(name, *columns, unique=unique, **index_options(where))
 
 
@@ -131,9 +131,7 @@ def _job_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
             f"({_one_of('state', FINAL_STATES)}) = (finished_at IS NOT NULL)",
             name=f"{name}_final",
         ),
-        sa.CheckConstraint(
-            "(state = 'running') = (lease_owner IS NOT NULL)", name=f"{name}_owner"
-        ),
+        sa.CheckConstraint("(state = 'running') = (lease_owner IS NOT NULL)", name=f"{name}_owner"),
         sa.CheckConstraint(
             "on_expiry IN ({})".format(", ".join(f"'{v.value}'" for v in OnExpiry)),
             name=f"{name}_on_expiry",
@@ -222,13 +220,13 @@ def _attempt_table(metadata: sa.MetaData, prefix: str, job: sa.Table) -> sa.Tabl
         sa.CheckConstraint(
             f"({_one_of('state', LIVE_STATES)}) = (ended_at IS NULL)", name=f"{name}_live"
         ),
-        **ATTEMPT_OPTIONS,
         **TABLE_OPTIONS,
     )
     c = table.c
     _partial(f"{name}_one_live", c.job_id, where=_LIVE, unique=True).ddl_if(callable_=_partially)
     _partial(f"{name}_live_owner", c.owner, where=_LIVE).ddl_if(callable_=_partially)
     sa.Index(f"{name}_live_rows", c.ended_at, c.owner).ddl_if(callable_=_fully)
+    leave_room_after_create(table)
     return table
 
 

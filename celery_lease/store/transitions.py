@@ -58,7 +58,13 @@ from celery_lease.states import (
     OnExpiry,
     Refusal,
 )
-from celery_lease.store.dialects import Later, SecondsBetween, by_primary_key, clock, insert_if_absent
+from celery_lease.store.dialects import (
+    Later,
+    SecondsBetween,
+    by_primary_key,
+    clock,
+    insert_if_absent,
+)
 from celery_lease.store.engine import RowBusy, Store
 
 #: A message may arrive this early: workers release an ETA by their own clock (design, section 9).
@@ -259,7 +265,9 @@ def _is_own_submit(store: Store, new: NewJob) -> bool:
 # -- claim, take over --------------------------------------------------------------------------
 
 
-def claim(store: Store, delivery: Delivery, *, lost_backoff: Sequence[float] = (0.0,)) -> ClaimAnswer:
+def claim(
+    store: Store, delivery: Delivery, *, lost_backoff: Sequence[float] = (0.0,)
+) -> ClaimAnswer:
     """Claim a job for a delivery: queued (or due) → running, token + 1, a new attempt.
 
     A running job whose lease has ended is taken over where the policy for vanished runners
@@ -461,9 +469,9 @@ def _lock_job(store: Store, connection: Connection, job_id: str) -> RowMapping |
     statement = _built(
         store,
         "lock_job",
-        lambda _: select(job)
-        .where(job.c.id == bindparam("p_id"))
-        .with_for_update(skip_locked=True),
+        lambda _: (
+            select(job).where(job.c.id == bindparam("p_id")).with_for_update(skip_locked=True)
+        ),
     )
     return connection.execute(statement, {"p_id": job_id}).mappings().first()
 
@@ -481,18 +489,16 @@ def _claimed(delivery: Delivery, row: RowMapping, took_over: int | None = None) 
 def _seen_statement(store: Store) -> Any:
     """Return the read, without a lock, that explains why a claim changed nothing."""
     job, attempt = store.tables.job, store.tables.attempt
-    current = sa.and_(
-        attempt.c.job_id == job.c.id, attempt.c.fencing_token == job.c.fencing_token
-    )
+    current = sa.and_(attempt.c.job_id == job.c.id, attempt.c.fencing_token == job.c.fencing_token)
     return (
         select(
             job,
             attempt.c.claim_nonce,
             attempt.c.worker,
             case((attempt.c.lease_expires_at < clock(), 1), else_=0).label("lease_over"),
-            case(
-                (job.c.available_at <= Later(clock(), DUE_SLACK_SECONDS), 1), else_=0
-            ).label("is_due"),
+            case((job.c.available_at <= Later(clock(), DUE_SLACK_SECONDS), 1), else_=0).label(
+                "is_due"
+            ),
             case((job.c.deadline_at <= clock(), 1), else_=0).label("is_overdue"),
             case((job.c.expires_at <= clock(), 1), else_=0).label("is_expired"),
             SecondsBetween(job.c.finished_at, clock()).label("final_seconds"),
@@ -506,9 +512,7 @@ def _seen_statement(store: Store) -> Any:
 def _why_not(store: Store, delivery: Delivery, lost_backoff: Sequence[float]) -> ClaimAnswer:
     with store.single() as connection:
         seen = (
-            connection.execute(
-                _built(store, "seen", _seen_statement), {"p_id": delivery.job_id}
-            )
+            connection.execute(_built(store, "seen", _seen_statement), {"p_id": delivery.job_id})
             .mappings()
             .first()
         )
@@ -522,7 +526,8 @@ def _why_not(store: Store, delivery: Delivery, lost_backoff: Sequence[float]) ->
     if seen["message_version"] != delivery.message_version:
         return Refused(Refusal.SUPERSEDED, state, seen["lease_owner"])
     if state is JobState.RUNNING:
-        if not seen["lease_over"] or seen["is_overdue"]:
+        # Past its deadline or its ``expires`` it is the reaper's to end, not to run again.
+        if not seen["lease_over"] or seen["is_overdue"] or seen["is_expired"]:
             return Refused(Refusal.RUNNING, state, seen["lease_owner"])
         return take_over(
             store, delivery, ended_token=seen["fencing_token"], lost_backoff=lost_backoff
@@ -691,9 +696,7 @@ def _renew_rows(store: Store, renewals: Sequence[Renewal]) -> set[tuple[str, int
         .with_for_update(skip_locked=True),
         attempt,
     )
-    change = by_primary_key(
-        sa.update(attempt).values(_renewal_values(attempt, renewals)), attempt
-    )
+    change = by_primary_key(sa.update(attempt).values(_renewal_values(attempt, renewals)), attempt)
     if store.dialect.returning:
         # The sub-select only keeps the UPDATE from waiting; the guards stand in both.
         statement = change.where(pairs.in_(free), *guard).returning(
@@ -875,9 +878,7 @@ def _attempt_end(attempt: Any, end: _End) -> Any:
             attempt.c.failure_class: bindparam("p_failure_class"),
             attempt.c.retryable: bindparam("p_retryable", type_=sa.Boolean),
             attempt.c.progress: sa.func.coalesce(bindparam("p_progress"), attempt.c.progress),
-            attempt.c.checkpoint: sa.func.coalesce(
-                bindparam("p_checkpoint"), attempt.c.checkpoint
-            ),
+            attempt.c.checkpoint: sa.func.coalesce(bindparam("p_checkpoint"), attempt.c.checkpoint),
         }
     )
 
@@ -991,7 +992,7 @@ def _finish(
         row = _try_finish(store, end, parameters, message)
         if row is not None:
             return Accepted(row["finished_at"], float(extra.get("p_delay", 0.0)))
-        return _own_end(store, lease, end, extra)
+        return _own_end(store, lease, end, parameters)
 
     return store.retrying(work)
 
@@ -1019,18 +1020,20 @@ def _try_finish(
             )
         job = store.tables.job
         return (
-            connection.execute(
-                select(job.c.finished_at).where(job.c.id == parameters["p_id"])
-            )
+            connection.execute(select(job.c.finished_at).where(job.c.id == parameters["p_id"]))
             .mappings()
             .one()
         )
 
 
-def _own_end(store: Store, lease: Held, end: _End, extra: Mapping[str, Any]) -> FinishAnswer:
+def _own_end(
+    store: Store, lease: Held, end: _End, parameters: Mapping[str, Any]
+) -> FinishAnswer:
     job, attempt = store.tables.job, store.tables.attempt
     statement = (
-        select(attempt.c.state, attempt.c.ended_at, job.c.finished_at, job.c.fencing_token)
+        select(
+            attempt.c.state, attempt.c.stop_reason, job.c.finished_at, job.c.fencing_token
+        )
         .join(job, job.c.id == attempt.c.job_id)
         .where(
             attempt.c.job_id == lease.job_id,
@@ -1043,9 +1046,10 @@ def _own_end(store: Store, lease: Held, end: _End, extra: Mapping[str, Any]) -> 
     if row is None:
         return Stale(None)
     state = AttemptState(row["state"])
-    if state is end.attempt_state:
+    # The reason too: fail and hold both leave the attempt failed.
+    if state is end.attempt_state and row["stop_reason"] == parameters["p_reason"]:
         finished = row["finished_at"] if row["fencing_token"] == lease.fencing_token else None
-        return Accepted(finished, float(extra.get("p_delay", 0.0)))
+        return Accepted(finished, float(parameters.get("p_delay", 0.0)))
     if state.is_live:
         raise RowBusy(f"the row of job {lease.job_id} is locked by another transaction")
     return Stale(state)
@@ -1442,9 +1446,7 @@ def expire(
         )
         .join(
             attempt,
-            sa.and_(
-                attempt.c.job_id == job.c.id, attempt.c.fencing_token == job.c.fencing_token
-            ),
+            sa.and_(attempt.c.job_id == job.c.id, attempt.c.fencing_token == job.c.fencing_token),
         )
         .where(
             job.c.state == JobState.RUNNING.value,
@@ -1493,9 +1495,7 @@ def extend(store: Store, *, ended_since: datetime | None) -> int:
     guard = [
         attempt.c.ended_at.is_(None),
         attempt.c.lease_expires_at < clock(),
-        sa.or_(
-            attempt.c.extended_at.is_(None), attempt.c.extended_at < attempt.c.last_renewed_at
-        ),
+        sa.or_(attempt.c.extended_at.is_(None), attempt.c.extended_at < attempt.c.last_renewed_at),
     ]
     if ended_since is not None:
         guard.append(attempt.c.lease_expires_at >= ended_since)
@@ -1605,7 +1605,11 @@ def pass_deadline(store: Store, *, limit: int) -> list[str]:
         "lease_owner": None,
         "active_key": None,
     }
-    held = [job.c.state == JobState.HELD.value, over, job.c.state_reason.is_distinct_from("overdue")]
+    held = [
+        job.c.state == JobState.HELD.value,
+        over,
+        job.c.state_reason.is_distinct_from("overdue"),
+    ]
     _move_batch(store, held, {"state_reason": "overdue"}, limit)
     moved = _move_batch(store, [job.c.state.in_(_WAITING), over], values, limit)
     running = [job.c.state == JobState.RUNNING.value, over]
@@ -1620,9 +1624,7 @@ def pass_deadline(store: Store, *, limit: int) -> list[str]:
         stopped = []
         with store.transaction() as connection:
             for row in connection.execute(late).mappings().all():
-                if _stop_running(
-                    store, connection, row, values, guard=running, reason="deadline"
-                ):
+                if _stop_running(store, connection, row, values, guard=running, reason="deadline"):
                     stopped.append(row["id"])
         return stopped
 
@@ -1742,9 +1744,7 @@ def settle(store: Store, outcomes: Sequence[tuple[str, int, datetime]]) -> int:
         return 0
     job = store.tables.job
     done = [
-        sa.and_(
-            job.c.id == job_id, job.c.fencing_token == token, job.c.finished_at == finished_at
-        )
+        sa.and_(job.c.id == job_id, job.c.fencing_token == token, job.c.finished_at == finished_at)
         for job_id, token, finished_at in outcomes
     ]
     statement = by_primary_key(
@@ -1917,9 +1917,7 @@ def accept(
         "error_message": None,
         "finished_at": clock(),
     }
-    return _operate(
-        store, job_id, [job.c.state == JobState.HELD.value], values, JobState.SUCCEEDED
-    )
+    return _operate(store, job_id, [job.c.state == JobState.HELD.value], values, JobState.SUCCEEDED)
 
 
 def refuse(store: Store, job_id: str, *, reason: str) -> JobState | None:
@@ -1989,9 +1987,7 @@ def prune(
     if failed_seconds is not None:
         others = [state for state in _FINAL if state != JobState.SUCCEEDED.value]
         old.append(
-            sa.and_(
-                job.c.state.in_(others), job.c.finished_at < Later(clock(), -failed_seconds)
-            )
+            sa.and_(job.c.state.in_(others), job.c.finished_at < Later(clock(), -failed_seconds))
         )
     if not old:
         return 0
@@ -2005,8 +2001,6 @@ def prune(
                 return 0
             connection.execute(sa.delete(message).where(message.c.job_id.in_(ids)))
             connection.execute(sa.delete(attempt).where(attempt.c.job_id.in_(ids)))
-            return int(
-                connection.execute(sa.delete(job).where(job.c.id.in_(ids), *guard)).rowcount
-            )
+            return int(connection.execute(sa.delete(job).where(job.c.id.in_(ids), *guard)).rowcount)
 
     return store.retrying(work)
