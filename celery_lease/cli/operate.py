@@ -1,0 +1,73 @@
+"""``reap``, ``migrate``, ``settings`` and ``demo``: what an operator runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from celery_lease.cli import tables
+from celery_lease.cli.command import LeaseCommand, app_of, json_option
+from celery_lease.cli.output import print_json, print_table, print_text
+from celery_lease.extension import extension_of, run_pass, settings_of
+from celery_lease.settings import as_rows
+from celery_lease.store import migrations
+
+
+@click.command(cls=LeaseCommand)
+@json_option
+@click.pass_context
+def reap(ctx: click.Context, *, as_json: bool) -> None:
+    """Run one pass of the reaper now, for cron or by hand; safe beside others."""
+    done = run_pass(app_of(ctx))
+    if as_json:
+        print_json({"counts": dict(done.counts), "seconds": done.seconds})
+        return
+    counted = ", ".join(f"{kind} {count}" for kind, count in sorted(done.counts.items()) if count)
+    print_text([counted or "nothing to do"])
+
+
+@click.command(cls=LeaseCommand)
+@json_option
+@click.pass_context
+def migrate(ctx: click.Context, *, as_json: bool) -> None:
+    """Create the store's tables, or bring them to what this release needs."""
+    store = extension_of(app_of(ctx)).raw_store
+    found, reached = migrations.migrate(store)
+    if as_json:
+        print_json({"from": found, "to": reached})
+    elif found == reached:
+        print_text([f"{store.masked_url} is at revision {reached}: nothing to do"])
+    else:
+        print_text([f"{store.masked_url}: {found or 'no tables'} -> {reached}"])
+
+
+@click.command(cls=LeaseCommand)
+@json_option
+@click.pass_context
+def settings(ctx: click.Context, *, as_json: bool) -> None:
+    """Show the settings in force; passwords are masked."""
+    rows = as_rows(settings_of(app_of(ctx)))
+    if as_json:
+        print_json({"settings": [asdict(row) for row in rows]})
+    else:
+        print_table(tables.settings(rows), is_plain=ctx.obj.no_color)
+
+
+@click.command(cls=LeaseCommand)
+@click.option("--broker", help="A broker's URL, instead of the one that comes with the demo.")
+@click.option("--keep", is_flag=True, help="Keep the folder with store, logs and messages.")
+@json_option
+def demo(*, broker: str | None, keep: bool, as_json: bool) -> None:
+    """Show a worker being killed and its job going on elsewhere; needs no app."""
+    sys.exit(_demo()(broker=broker, keep=keep, json=as_json))
+
+
+def _demo() -> Callable[..., Any]:
+    """Return the demo; it starts processes and is loaded by nothing else."""
+    main: Callable[..., Any] = importlib.import_module("celery_lease.demo").main
+    return main
