@@ -15,6 +15,7 @@ statement of its own for each job would be a fourth one, where three are the flo
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -74,6 +75,8 @@ class Heartbeat:
         self._unsettled: list[Settled] = []
         self._next_beat: float | None = None
         self._next_settle: float | None = None
+        #: When the thread looks again by itself: a wake-up a job would cost more than the beat.
+        self._looks_at = -math.inf
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -96,7 +99,6 @@ class Heartbeat:
         with self._wakeup:
             if self._leases:
                 self._beat_by(self._monotonic() + CHECKPOINT_SECONDS)
-                self._wakeup.notify()
 
     def settle_later(self, outcome: Settled) -> None:
         """Record, with others, that Celery has been told an outcome."""
@@ -108,7 +110,7 @@ class Heartbeat:
             if self._next_settle is None or due < self._next_settle:
                 self._next_settle = due
                 self._start()
-                self._wakeup.notify()
+                self._wake_by(due)
 
     def beat_once(self) -> None:
         """Renew every lease once, in one statement."""
@@ -208,6 +210,11 @@ class Heartbeat:
     def _beat_by(self, instant: float) -> None:
         if self._next_beat is None or instant < self._next_beat:
             self._next_beat = instant
+            self._wake_by(instant)
+
+    def _wake_by(self, instant: float) -> None:
+        if instant < self._looks_at:
+            self._looks_at = instant
             self._wakeup.notify()
 
     def _start(self) -> None:
@@ -224,7 +231,9 @@ class Heartbeat:
                 if wait is None or wait > 0:
                     if self._stopped:
                         return
+                    self._looks_at = self._monotonic() + (math.inf if wait is None else wait)
                     self._wakeup.wait(wait)
+                    self._looks_at = -math.inf
                     continue
                 beat = self._next_beat is not None and self._next_beat <= self._monotonic()
             try:

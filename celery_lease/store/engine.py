@@ -89,8 +89,8 @@ class Store:
         self.table_prefix = table_prefix
         self.tables = build_tables(table_prefix, schema)
         self._engine_options = dict(engine_options or {})
+        self._base: Engine | None = None
         self._engine: Engine | None = None
-        self._autocommit: Engine | None = None
         self._pid = -1
         #: Statements of this store, built once (see ``transitions``).
         self.statements: dict[str, Any] = {}
@@ -101,15 +101,27 @@ class Store:
 
     @property
     def engine(self) -> Engine:
-        """This process's engine, made at its first use."""
+        """This process's engine, made at its first use; what it begins is a transaction."""
         if self._engine is None or self._pid != os.getpid():
-            self._engine = self._create_engine()
-            self._autocommit = self._engine.execution_options(
-                **({"isolation_level": "AUTOCOMMIT"} if self.dialect.writing_ctes else {}),
-                lease_single=True,
-            )
+            self._base = self._create_engine()
+            self._engine = self._base.execution_options(**self._transaction_options())
             self._pid = os.getpid()
         return self._engine
+
+    @property
+    def base_engine(self) -> Engine:
+        """The engine under ``engine`` and ``single``: a listener on it hears of both."""
+        _, base = self.engine, self._base
+        assert base is not None
+        return base
+
+    def _transaction_options(self) -> dict[str, Any]:
+        if not self.dialect.writing_ctes:
+            return {"lease_transaction": True}
+        # By themselves these connections are in autocommit: switching that on and off around
+        # each hot statement is a third of what SQLAlchemy costs it (``bench``).
+        level = self._engine_options.get("isolation_level", "READ COMMITTED")
+        return {"lease_transaction": True, "isolation_level": level}
 
     def _create_engine(self) -> Engine:
         options: dict[str, Any] = {"pool_pre_ping": False, "pool_timeout": 10}
@@ -118,6 +130,8 @@ class Store:
         arguments.update(self._engine_options.get("connect_args", {}))
         options.update(self._engine_options)
         options["connect_args"] = arguments
+        if self.dialect.writing_ctes:
+            options["isolation_level"] = "AUTOCOMMIT"
         try:
             engine = sa.create_engine(self._url, **options)
         except (ModuleNotFoundError, NoSuchModuleError) as error:
@@ -134,7 +148,7 @@ class Store:
 
     def forget_engine(self) -> None:
         """Drop the engine without touching its sockets: they belong to the parent process."""
-        self._engine = self._autocommit = None
+        self._engine = self._base = None
 
     def close(self) -> None:
         """Close this process's connections."""
@@ -145,13 +159,12 @@ class Store:
     @contextmanager
     def single(self) -> Iterator[Connection]:
         """Give a connection for one statement that is its own transaction."""
-        engine = self.engine
-        if self.dialect.autocommits and self._autocommit is not None:
-            with self._autocommit.connect() as connection:
+        if not self.dialect.autocommits:
+            with self.engine.begin() as connection:
                 yield connection
-        else:
-            with engine.begin() as connection:
-                yield connection
+            return
+        with self.base_engine.connect() as connection:
+            yield connection
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -233,8 +246,15 @@ def _one_line(error: BaseException | None) -> str:
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
+#: Engines of the parent process, kept so that nothing in this one ever closes their connections:
+#: SQLite's manual forbids even that (sqlite.org/howtocorrupt.html, section 2.6).
+_inherited: list[Engine] = []
+
+
 def _forget_engines() -> None:
     for store in _stores:
+        if store._engine is not None:
+            _inherited.append(store._engine)
         store.forget_engine()
 
 

@@ -64,6 +64,7 @@ from celery_lease.store.dialects import (
     by_primary_key,
     clock,
     insert_if_absent,
+    unindexed,
 )
 from celery_lease.store.engine import RowBusy, Store
 
@@ -312,17 +313,24 @@ def _claim_parameters(delivery: Delivery) -> dict[str, Any]:
 def _claimable(job: Any) -> list[ColumnElement[bool]]:
     """Return the guard of a claim: all of it stands in the UPDATE's own WHERE."""
     due = Later(clock(), DUE_SLACK_SECONDS)
-    return [
-        sa.or_(
-            job.c.state == JobState.QUEUED.value,
-            sa.and_(
-                job.c.state.in_([JobState.SCHEDULED.value, JobState.RETRY_WAIT.value]),
-                job.c.available_at <= due,
+    is_due = sa.or_(
+        job.c.state == JobState.QUEUED.value,
+        sa.and_(
+            # Not in_(): SQLAlchemy expands its list anew at each execution.
+            sa.or_(
+                job.c.state == JobState.SCHEDULED.value,
+                job.c.state == JobState.RETRY_WAIT.value,
             ),
+            job.c.available_at <= due,
+        ),
+    )
+    return [
+        unindexed(
+            is_due,
+            sa.or_(job.c.deadline_at.is_(None), job.c.deadline_at > clock()),
+            sa.or_(job.c.expires_at.is_(None), job.c.expires_at > clock()),
         ),
         job.c.message_version == bindparam("p_version"),
-        sa.or_(job.c.deadline_at.is_(None), job.c.deadline_at > clock()),
-        sa.or_(job.c.expires_at.is_(None), job.c.expires_at > clock()),
     ]
 
 
@@ -378,7 +386,7 @@ def _claim_statement(store: Store) -> Any:
     )
     moved = (
         sa.update(job)
-        .where(job.c.id.in_(select(locked.c.id)), *_claimable(job))
+        .where(job.c.id == select(locked.c.id).scalar_subquery(), *_claimable(job))
         .values(_running_values(job))
         .returning(job.c.id, job.c.fencing_token, job.c.message_version, job.c.lost_count)
         .cte("moved")
@@ -887,7 +895,7 @@ def _live_attempt(attempt: Any) -> list[ColumnElement[bool]]:
     return [
         attempt.c.fencing_token == bindparam("p_token"),
         attempt.c.owner == bindparam("p_owner"),
-        attempt.c.ended_at.is_(None),
+        unindexed(attempt.c.ended_at.is_(None)),
     ]
 
 
@@ -902,14 +910,16 @@ def _end_statement(end: _End) -> Callable[[Store], Any]:
         )
         moved = (
             sa.update(job)
-            .where(job.c.id.in_(select(locked.c.id)), *_mine(job))
+            .where(job.c.id == select(locked.c.id).scalar_subquery(), *_mine(job))
             .values(end.job_values(store))
             .returning(job.c.id, job.c.finished_at)
             .cte("moved")
         )
         ended = (
             _attempt_end(attempt, end)
-            .where(attempt.c.job_id.in_(select(moved.c.id)), *_live_attempt(attempt))
+            .where(
+                attempt.c.job_id == select(moved.c.id).scalar_subquery(), *_live_attempt(attempt)
+            )
             .returning(attempt.c.job_id)
             .cte("ended")
         )
@@ -1305,7 +1315,7 @@ def _end_lost(
             attempt.c.job_id == lease.job_id,
             attempt.c.fencing_token == lease.fencing_token,
             attempt.c.owner == lease.owner,
-            attempt.c.ended_at.is_(None),
+            unindexed(attempt.c.ended_at.is_(None)),
         )
         .values(state=cause.value, ended_at=clock(), stop_reason=_clean(reason, 255))
     )
@@ -1543,7 +1553,9 @@ def _move_batch(
             ids = sorted(connection.execute(free).scalars())
             moved = []
             for job_id in ids:
-                change = sa.update(job).where(job.c.id == job_id, *guard).values(**values)
+                change = (
+                    sa.update(job).where(job.c.id == job_id, unindexed(*guard)).values(**values)
+                )
                 if connection.execute(change).rowcount == 1:
                     moved.append(job_id)
             return moved
@@ -1655,7 +1667,7 @@ def _stop_running(
         .where(
             attempt.c.job_id == row["id"],
             attempt.c.fencing_token == row["fencing_token"],
-            attempt.c.ended_at.is_(None),
+            unindexed(attempt.c.ended_at.is_(None)),
         )
         .values(
             state=AttemptState.CANCELLED.value, ended_at=clock(), stop_reason=_clean(reason, 255)
@@ -1692,7 +1704,7 @@ def dispatch(store: Store, candidate: Dispatchable, *, replay: bool = False) -> 
             job.c.id == candidate.job_id,
             job.c.dispatch_count == candidate.dispatch_count,
             job.c.message_version == candidate.message_version,
-            *expected,
+            unindexed(*expected),
         )
         .values(dispatched_at=clock(), dispatch_count=candidate.dispatch_count + 1)
     )
@@ -1719,7 +1731,7 @@ def undispatch(
         False when the job has moved on.
     """
     job = store.tables.job
-    guard = [job.c.id == job_id, job.c.state.in_(_WAITING)]
+    guard = [job.c.id == job_id, unindexed(job.c.state.in_(_WAITING))]
     if dispatch_count is not None:
         guard.append(job.c.dispatch_count == dispatch_count)
     if message_version is not None:
@@ -1743,15 +1755,13 @@ def settle(store: Store, outcomes: Sequence[tuple[str, int, datetime]]) -> int:
     if not outcomes:
         return 0
     job = store.tables.job
-    done = [
-        sa.and_(job.c.id == job_id, job.c.fencing_token == token, job.c.finished_at == finished_at)
-        for job_id, token, finished_at in outcomes
-    ]
+    published = tuple_(job.c.id, job.c.fencing_token, job.c.finished_at)
     statement = by_primary_key(
         sa.update(job)
         .where(
-            sa.or_(*done),
+            # The ids too: they are what the primary key can be searched by.
             job.c.id.in_([job_id for job_id, _, _ in outcomes]),
+            published.in_(sorted(outcomes)),
             job.c.state.in_(_FINAL),
             job.c.settled_at.is_(None),
         )
@@ -1881,8 +1891,8 @@ def resume(
         "state": JobState.QUEUED.value,
         "state_reason": _clean(reason, 255),
         "available_at": clock(),
-        "expires_at": None if expires_seconds is None else Later(clock(), expires_seconds),
-        "deadline_at": None if deadline_seconds is None else Later(clock(), deadline_seconds),
+        "expires_at": _anew(job.c.expires_at, expires_seconds),
+        "deadline_at": _anew(job.c.deadline_at, deadline_seconds),
         "lost_count": 0,
         "failure_count": 0,
         "dispatched_at": None,
@@ -1896,6 +1906,13 @@ def resume(
         "finished_at": None,
     }
     return _operate(store, job_id, guard, values, JobState.QUEUED)
+
+
+def _anew(instant: Any, seconds: float | None) -> Any:
+    """Return a bound of a resumed job: the new one, else the old one if it is still to come."""
+    if seconds is not None:
+        return Later(clock(), seconds)
+    return case((instant > clock(), instant), else_=sa.null())
 
 
 def accept(
