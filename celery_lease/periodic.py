@@ -29,8 +29,11 @@ def register(app: Any, run_pass: Callable[[], dict[str, int]]) -> Any:
         """Give the jobs of vanished runners on; return what was done, by kind."""
         return run_pass()
 
-    # Its own base: an app whose task class is LeasedTask must not lease its reaper.
-    return app.task(reap, name=REAP, base=Task, ignore_result=True, lazy=False)
+    # Its own base: an app whose task class is LeasedTask must not lease its reaper. Not shared:
+    # Celery would give it to every other app of the process, whose reaper it is not.
+    return app.task(
+        reap, name=REAP, base=Task, ignore_result=True, lazy=False, shared=False
+    )
 
 
 def schedule(app: Any, *, interval_seconds: float, queue: str | None) -> None:

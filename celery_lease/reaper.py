@@ -270,13 +270,22 @@ class Reaper:
         message = queries.message(self._store, outcome.job_id, candidate.message_version)
         if message is None:
             return "taken"
-        if self._publisher.close_books(outcome, message):
-            transitions.settle(
-                self._store, [(outcome.job_id, outcome.fencing_token, outcome.finished_at)]
+        try:
+            if not self._publisher.close_books(outcome, message):
+                self._publisher.publish(candidate, message, replay=True)
+                return "replayed"
+        except PublishFailed as error:
+            events.emit(
+                events.PUBLISH_FAILED,
+                job_id=outcome.job_id,
+                worker=self._worker,
+                reason=str(error),
             )
-            return "closed"
-        self._publisher.publish(candidate, message, replay=True)
-        return "replayed"
+            raise
+        transitions.settle(
+            self._store, [(outcome.job_id, outcome.fencing_token, outcome.finished_at)]
+        )
+        return "closed"
 
     def follow_up(self, vanished: Vanished) -> None:
         """Do at once what a vanished runner's job needs next; the next pass is the fallback."""

@@ -96,6 +96,8 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
     abstract = True
     #: Delivered messages are acknowledged when the attempt has ended (``lease_ack``).
     acks_late = True
+    #: What the worker's main process does with a delivery of it.
+    Request = "celery_lease.worker:LeaseRequest"
     #: Otherwise Celery writes FAILURE and fails the chord for a child that died, although the
     #: job runs again. The message that comes back is refused while the lease lives.
     reject_on_worker_lost = True
@@ -268,12 +270,18 @@ class _Delivery:
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Claim, run the body, end the attempt, and give Celery what it is to publish."""
-        answer, lease = self._claim()
-        if isinstance(answer, Replay):
-            return self._replay(answer.outcome)
-        if lease is None:
-            raise self._refused(answer)
-        return _Attempt(self, lease).run(body)
+        with _limits_held_back() as let_through:
+            answer, lease = self._claim()
+            if isinstance(answer, Replay):
+                return self._replay(answer.outcome)
+            if lease is None:
+                raise self._refused(answer)
+
+            def limited_body() -> Any:
+                let_through()
+                return body()
+
+            return _Attempt(self, lease).run(limited_body)
 
     # -- claim ---------------------------------------------------------------------------------
 
@@ -627,26 +635,37 @@ def shielded(call: Callable[[], Any]) -> Any:
     Delivered during the commit it would split the books: succeeded here, FAILURE in Celery
     (celery-facts, section 6). The body is over, so there is nothing left to limit.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return call()
-    with _held_back(signal.SIGUSR1):
+    with _limits_held_back():
         return call()
 
 
 @contextmanager
-def _held_back(signum: int) -> Iterator[None]:
+def _limits_held_back() -> Iterator[Callable[[], None]]:
+    """Hold the soft time limit's signal back, and drop it, until the function given is called.
+
+    Delivered during a claim it would end in Celery as a FAILURE, with errbacks, of a job that
+    is still queued. Held back it strikes as the body begins; a refused delivery has none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    signum = signal.SIGUSR1
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+
+    def let_through() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     try:
-        yield
+        yield let_through
     finally:
         handler = signal.getsignal(signum)
         if signum not in before and handler is not None:
             # Ignoring it drops the one that waits; then it can be let through again.
             signal.signal(signum, signal.SIG_IGN)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            let_through()
             signal.signal(signum, handler)
         else:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            let_through()
 
 
 def _settle(sender: Any = None, **_: Any) -> None:

@@ -8,6 +8,7 @@ on that lock (B047). ``ForkGate`` keeps forks out of each of its steps.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import socket
@@ -16,7 +17,9 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from billiard.einfo import ExceptionWithTraceback
 from celery import bootsteps
+from celery.worker.request import Request
 
 from celery_lease import events
 from celery_lease.exceptions import StoreUnavailable
@@ -125,6 +128,37 @@ class ReaperThread:
             except Exception:
                 # The thread's outer edge: without it this worker never reaps again.
                 logger.exception("lease.pass.failed worker=%s", node_name())
+
+
+class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
+    """A delivery of a leased task, as the worker's main process sees it."""
+
+    def on_failure(
+        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False  # noqa: FBT001, FBT002  Celery's own signature
+    ) -> Any:
+        """Take a failure; a body's ``MemoryError`` must not end the main process.
+
+        Celery raises it again there (5.7, ``celery/worker/request.py``): a prefork or solo
+        worker ends, and the message is delivered again. The child has survived it.
+        """
+        error = exc_info.exception
+        if isinstance(error, ExceptionWithTraceback):
+            error = error.exc
+        if isinstance(error, MemoryError):
+            exc_info = copy.copy(exc_info)
+            exc_info.exception = _MemoryExhausted(error)
+        return super().on_failure(exc_info, send_failed_event, return_ok)
+
+
+class _MemoryExhausted(Exception):
+    """Stands in for a ``MemoryError``, and looks like it in Celery's events."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        super().__init__(str(error))
+
+    def __repr__(self) -> str:
+        return repr(self._error)
 
 
 def step_for(extension: Any) -> type[bootsteps.StartStopStep]:
