@@ -1,6 +1,7 @@
 """celery-lease: Celery tasks that are never lost with a worker and never accepted twice."""
 
 from celery_lease.exceptions import (
+    BodyAborted,
     DeadlineExceeded,
     HandOver,
     JobEnded,
@@ -23,6 +24,7 @@ from celery_lease.lease import current_lease
 from celery_lease.task import LeasedTask
 
 __all__ = [
+    "BodyAborted",
     "DeadlineExceeded",
     "HandOver",
     "JobEnded",

@@ -224,14 +224,20 @@ class RecordingProducer:
         queue = _queue_name(options, message)
         delay = seconds_until(headers.get("eta")) or 0.0
         expires = seconds_until(headers.get("expires"))
-        if resend is not None:
-            self._record_again(message, options, resend, queue, delay, expires)
-            self._dispatch_count = 1
-            return True
         if message.version > 1:
-            again = self._again(message, options, queue, delay, expires)
+            again = transitions.Again(
+                message=message,
+                delay_seconds=delay,
+                expires_seconds=expires,
+                queue=queue,
+                priority=options.get("priority"),
+                task=self._task,
+            )
             self._dispatch_count = 1
-            return transitions.reopen(self._store, headers["id"], again)
+            if resend is None:
+                return transitions.reopen(self._store, headers["id"], again)
+            self._record_again(again, resend)
+            return True
         job = NewJob(
             job_id=headers["id"],
             task=self._task,
@@ -256,16 +262,8 @@ class RecordingProducer:
         events.emit(events.JOB_SUBMITTED, job_id=job.job_id, task=self._task)
         return True
 
-    def _record_again(
-        self,
-        message: Message,
-        options: dict[str, Any],
-        resend: Resend,
-        queue: str | None,
-        delay: float,
-        expires: float | None,
-    ) -> None:
-        again = self._again(message, options, queue, delay, expires)
+    def _record_again(self, again: transitions.Again, resend: Resend) -> None:
+        """End the attempt by the new version of its own job."""
         replaces = resend.kind is LateOutcome.REPLACED
         act = transitions.replace if replaces else transitions.retry_later
         lease = resend.lease
@@ -285,23 +283,6 @@ class RecordingProducer:
             resend.error = StaleWrite(lease.job_id, lease.fencing_token)
             raise resend.error
         lease.ended_by = resend.kind.value
-
-    def _again(
-        self,
-        message: Message,
-        options: dict[str, Any],
-        queue: str | None,
-        delay: float,
-        expires: float | None,
-    ) -> transitions.Again:
-        return transitions.Again(
-            message=message,
-            delay_seconds=delay,
-            expires_seconds=expires,
-            queue=queue,
-            priority=options.get("priority"),
-            task=self._task,
-        )
 
     def _send(self, message: Message, headers: dict[str, Any], options: dict[str, Any]) -> Any:
         job_id = headers["id"]

@@ -2,7 +2,8 @@
 
 ``LeaseError`` is the root of what goes wrong; ``LeaseInterrupt`` (a ``BaseException``) is
 the root of what interrupts a body, so that a body's own ``except Exception`` cannot
-swallow it. Each class builds its message from facts, which stay readable as attributes.
+swallow it. Each class builds its message from facts, which stay readable as attributes and
+are its ``args``: pickle and Celery's JSON result backends build an exception from those.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class SettingError(LeaseError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        super().__init__("; ".join(self.problems))
+        super().__init__(problems)
 
-    def __reduce__(self) -> tuple[type[SettingError], tuple[Sequence[str]]]:
-        return type(self), (self.problems,)
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
 
 
 class StoreError(LeaseError):
@@ -44,13 +45,13 @@ class StoreUnavailable(StoreError):
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
         self.reason = reason
-        super().__init__(
-            f"the lease store {url} cannot be used: {reason}. "
+        super().__init__(url, reason)
+
+    def __str__(self) -> str:
+        return (
+            f"the lease store {self.url} cannot be used: {self.reason}. "
             "Check that it runs and that lease_store_url is right"
         )
-
-    def __reduce__(self) -> tuple[type[StoreUnavailable], tuple[str, str]]:
-        return type(self), (self.url, self.reason)
 
 
 class SchemaMismatch(StoreError):
@@ -68,13 +69,13 @@ class SchemaMismatch(StoreError):
         self.found = found
         self.expected = expected
         self.remedy = remedy
-        super().__init__(
-            f"the lease store {url} has schema revision {found or 'none'}, "
-            f"this code needs {expected}: {remedy}"
-        )
+        super().__init__(url, found, expected, remedy)
 
-    def __reduce__(self) -> tuple[type[SchemaMismatch], tuple[str, str | None, str, str]]:
-        return type(self), (self.url, self.found, self.expected, self.remedy)
+    def __str__(self) -> str:
+        return (
+            f"the lease store {self.url} has schema revision {self.found or 'none'}, "
+            f"this code needs {self.expected}: {self.remedy}"
+        )
 
 
 class PayloadTooLarge(LeaseError):
@@ -94,13 +95,14 @@ class PayloadTooLarge(LeaseError):
         self.limit = limit
         self.setting = setting
         self.task = task
-        super().__init__(
-            f"the {what} of task {task} has {size} bytes, {setting} allows {limit}: "
+        super().__init__(what, size, limit, setting, task)
+
+    def __str__(self) -> str:
+        return (
+            f"the {self.what} of task {self.task} has {self.size} bytes, {self.setting} allows "
+            f"{self.limit}: "
             "pass a reference to the data instead, or raise the setting"
         )
-
-    def __reduce__(self) -> tuple[type[PayloadTooLarge], tuple[str, int, int, str, str]]:
-        return type(self), (self.what, self.size, self.limit, self.setting, self.task)
 
 
 class ResultNotSerialisable(LeaseError):
@@ -116,13 +118,14 @@ class ResultNotSerialisable(LeaseError):
         self.task = task
         self.serializer = serializer
         self.reason = reason
-        super().__init__(
-            f"the result of task {task} cannot be serialised with {serializer!r} ({reason}): "
+        super().__init__(task, serializer, reason)
+
+    def __str__(self) -> str:
+        return (
+            f"the result of task {self.task} cannot be serialised with {self.serializer!r} "
+            f"({self.reason}): "
             "return plain data, set result_serializer, or use ignore_result=True"
         )
-
-    def __reduce__(self) -> tuple[type[ResultNotSerialisable], tuple[str, str, str]]:
-        return type(self), (self.task, self.serializer, self.reason)
 
 
 class JobNotFound(LeaseError):
@@ -134,10 +137,10 @@ class JobNotFound(LeaseError):
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
-        super().__init__(f"no job {job_id} in the lease store")
+        super().__init__(job_id)
 
-    def __reduce__(self) -> tuple[type[JobNotFound], tuple[str]]:
-        return type(self), (self.job_id,)
+    def __str__(self) -> str:
+        return f"no job {self.job_id} in the lease store"
 
 
 class StaleWrite(LeaseError):
@@ -151,13 +154,13 @@ class StaleWrite(LeaseError):
     def __init__(self, job_id: str, fencing_token: int) -> None:
         self.job_id = job_id
         self.fencing_token = fencing_token
-        super().__init__(
-            f"attempt {fencing_token} of job {job_id} no longer holds the lease: "
+        super().__init__(job_id, fencing_token)
+
+    def __str__(self) -> str:
+        return (
+            f"attempt {self.fencing_token} of job {self.job_id} no longer holds the lease: "
             "nothing was changed"
         )
-
-    def __reduce__(self) -> tuple[type[StaleWrite], tuple[str, int]]:
-        return type(self), (self.job_id, self.fencing_token)
 
 
 class JobEnded(LeaseError):
@@ -180,6 +183,26 @@ class DeadlineExceeded(JobEnded):
     """Raised when the job was not done by its deadline."""
 
 
+class BodyAborted(LeaseError):
+    """Raised when a body ended by a ``BaseException`` of its own: Celery sees this in its place.
+
+    Let through, such an exception ends a solo worker and leaves a threads pool's message
+    unacknowledged; ``asyncio.CancelledError`` is the common one.
+
+    Args:
+        error_type: the exception's type name.
+        text: its text.
+    """
+
+    def __init__(self, error_type: str, text: str) -> None:
+        self.error_type = error_type
+        self.text = text
+        super().__init__(error_type, text)
+
+    def __str__(self) -> str:
+        return f"the body ended by {self.error_type}: {self.text}"
+
+
 class LeaseInterrupt(BaseException):
     """Root of what interrupts a body. A ``BaseException``: ``except Exception`` lets it pass."""
 
@@ -197,10 +220,10 @@ class LeaseLost(LeaseInterrupt):
         self.job_id = job_id
         self.fencing_token = fencing_token
         self.reason = reason
-        super().__init__(f"lease {fencing_token} of job {job_id} is lost: {reason}")
+        super().__init__(job_id, fencing_token, reason)
 
-    def __reduce__(self) -> tuple[type[LeaseLost], tuple[str, int, str]]:
-        return type(self), (self.job_id, self.fencing_token, self.reason)
+    def __str__(self) -> str:
+        return f"lease {self.fencing_token} of job {self.job_id} is lost: {self.reason}"
 
 
 class HandOver(LeaseInterrupt):

@@ -8,6 +8,7 @@ use in a process.
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import weakref
@@ -48,6 +49,8 @@ class Extension:
         self._store: Store | None = None
         self._runtimes = PerProcess(self._make_runtime)
         self._task_settings: dict[str, TaskSettings] = {}
+        #: Set while a worker runs in this process.
+        self.worker_thread: worker.ReaperThread | None = None
 
     @property
     def app(self) -> Any:
@@ -141,6 +144,9 @@ class Extension:
                     problems.extend(error.problems)
         if problems:
             raise SettingError(problems)
+        # Makes the engine, which connects to nothing: the driver is then loaded before the
+        # pool forks, and its memory shared by the children.
+        self.raw_store.engine  # noqa: B018
 
     def reaper(self, **options: Any) -> Reaper:
         """Return a reaper of this app."""
@@ -253,9 +259,7 @@ def _wire(app: Any, extension: Extension) -> None:
     if app.finalized:
         extension.on_finalized()
     else:
-        app.on_after_finalize.connect(
-            lambda **_: extension.on_finalized(), sender=app, weak=False
-        )
+        app.on_after_finalize.connect(lambda **_: extension.on_finalized(), sender=app, weak=False)
 
 
 def _record_publishes(app: Any, extension: Extension) -> None:
@@ -324,5 +328,16 @@ def _stop_runtimes(**_: Any) -> None:
         extension.stop_runtime()
 
 
+def _revoked(sender: Any = None, request: Any = None, expired: Any = None, **_: Any) -> None:
+    """Tell the store of a revocation: it lives in the memory of the workers alone (B079)."""
+    if expired or not is_leased(sender):
+        # What expired is ended by the reaper, by the store's clock.
+        return
+    thread = extension_of(sender.app).worker_thread
+    if thread is not None:
+        thread.tell(functools.partial(worker.cancel_revoked, job_id=request.id))
+
+
+signals.task_revoked.connect(_revoked, weak=False)
 signals.worker_process_shutdown.connect(_stop_runtimes, weak=False)
 signals.worker_shutdown.connect(_stop_runtimes, weak=False)

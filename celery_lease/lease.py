@@ -38,6 +38,9 @@ class NullLease:
     def checkpoint(self, value: Any) -> None:
         """Ignore the report."""
 
+    def release(self) -> None:
+        """Return: there is no job to give back."""
+
 
 class Lease(NullLease):
     """One attempt's hold on its job.

@@ -31,9 +31,7 @@ def register(app: Any, run_pass: Callable[[], dict[str, int]]) -> Any:
 
     # Its own base: an app whose task class is LeasedTask must not lease its reaper. Not shared:
     # Celery would give it to every other app of the process, whose reaper it is not.
-    return app.task(
-        reap, name=REAP, base=Task, ignore_result=True, lazy=False, shared=False
-    )
+    return app.task(reap, name=REAP, base=Task, ignore_result=True, lazy=False, shared=False)
 
 
 def schedule(app: Any, *, interval_seconds: float, queue: str | None) -> None:

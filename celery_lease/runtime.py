@@ -24,8 +24,8 @@ from celery_lease.heartbeat import Heartbeat, Settled
 from celery_lease.lease import Lease
 from celery_lease.records import (
     Accepted,
-    Claimed,
     ClaimAnswer,
+    Claimed,
     Delivery,
     Failure,
     FinishAnswer,

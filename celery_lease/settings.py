@@ -551,7 +551,7 @@ SETTINGS: tuple[Setting, ...] = (
         default=None,
         kind=_NAME,
         summary="The PostgreSQL schema of the tables, None for the connection's own: keeps them "
-        "apart from yours, and must exist before the first start.",
+        "apart from yours, and is created with them.",
     ),
     Setting(
         name="lease_store_table_prefix",
@@ -564,8 +564,9 @@ SETTINGS: tuple[Setting, ...] = (
         name="lease_store_auto_migrate",
         default=True,
         kind=_FLAG,
-        summary="True creates and upgrades the tables at start; False leaves that to an "
-        "operator, for a database user who may not create tables.",
+        summary="True creates the tables in a database that has none; False leaves that to "
+        "an operator, for a database user who may not create tables. An older schema is "
+        "never upgraded by itself.",
     ),
     Setting(
         name="lease_store_engine_options",

@@ -16,10 +16,12 @@ import functools
 import hashlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
+from billiard.exceptions import TimeLimitExceeded
 from celery import Task, signals
 from celery.exceptions import Ignore, Reject, Retry
 from kombu import serialization
@@ -36,6 +38,7 @@ from celery_lease.dispatch import (
     resending,
 )
 from celery_lease.exceptions import (
+    BodyAborted,
     HandOver,
     LeaseLost,
     PayloadTooLarge,
@@ -47,7 +50,7 @@ from celery_lease.exceptions import (
 )
 from celery_lease.extension import Extension, check_options, extension_of, install, is_leased
 from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
-from celery_lease.outcomes import failure_of
+from celery_lease.outcomes import failure_of, type_name
 from celery_lease.records import (
     Absent,
     Accepted,
@@ -62,12 +65,16 @@ from celery_lease.records import (
 from celery_lease.runtime import Runtime
 from celery_lease.settings import TaskSettings
 from celery_lease.states import JobState, LateOutcome
-from celery_lease.store import transitions
+from celery_lease.store import queries, transitions
 
 #: Seconds before a job that its body rejected with ``requeue=True`` runs again: no delivery
 #: loop without a gap (B032).
 REQUEUE_SECONDS = 1.0
-#: Where a request keeps that its delivery has been claimed, and what is to be settled.
+#: Hand-overs of a job that are not counted as losses (design, section 7).
+RELEASE_LIMIT = 10
+#: The pool counts the hard time limit from a moment before the delivery reached ``__call__``.
+LIMIT_SLACK_SECONDS = 0.5
+#: Where a request keeps which ``__call__`` its delivery is in, and what is to be settled.
 _ENTERED = "_lease_entered"
 _SETTLES = "_lease_settles"
 
@@ -78,7 +85,7 @@ def _entry(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def entry(self: LeasedTask, *args: Any, **kwargs: Any) -> Any:
         body = functools.partial(inner, self, *args, **kwargs)
-        return _delivered(self, body)
+        return _delivered(self, entry, body)
 
     entry.is_lease_entry = True  # type: ignore[attr-defined]
     return entry
@@ -239,14 +246,21 @@ def _lease_of(task: Task) -> Lease | None:
     return None
 
 
-def _delivered(task: LeasedTask, body: Callable[[], Any]) -> Any:
+def _delivered(task: LeasedTask, entry: Callable[..., Any], body: Callable[[], Any]) -> Any:
     """Run a body: under a lease when a worker delivers it, plainly otherwise."""
     request = task.request_stack.top
-    if request is not None and _ENTERED in request.__dict__ and len(task.request_stack) == 1:
+    entered = None if request is None else request.__dict__.get(_ENTERED)
+    if entered is not None and len(task.request_stack) == 1 and entry not in entered:
         # A user's __call__ reaches this one by super(): the lease is in force already.
-        return body()
+        entered.add(entry)
+        try:
+            return body()
+        finally:
+            entered.remove(entry)
     if (
-        request is None
+        # The same one again: the body calls its own task.
+        entered is not None
+        or request is None
         or request.called_directly
         or request.is_eager
         or len(task.request_stack) != 1
@@ -254,7 +268,7 @@ def _delivered(task: LeasedTask, body: Callable[[], Any]) -> Any:
     ):
         with in_force(NULL_LEASE):
             return body()
-    request.__dict__[_ENTERED] = True
+    request.__dict__[_ENTERED] = {entry}
     return _Delivery(task, request).run(body)
 
 
@@ -264,6 +278,7 @@ class _Delivery:
     def __init__(self, task: LeasedTask, request: Any) -> None:
         self._task = task
         self._request = request
+        self.began_at = time.monotonic()
         self._extension: Extension = extension_of(task.app)
         self._settings: TaskSettings = self._extension.settings_for(task)
         self._runtime: Runtime = self._extension.runtime
@@ -402,9 +417,12 @@ class _Attempt:
         except Exception as error:
             self._raised(error)
             raise
-        except BaseException as error:
+        except (SystemExit, KeyboardInterrupt) as error:
             self._torn_down(error)
             raise
+        except BaseException as error:
+            self._raised(error)
+            raise BodyAborted(type_name(error), str(error)) from error
 
     # -- what the body did ---------------------------------------------------------------------
 
@@ -432,7 +450,7 @@ class _Attempt:
         self._delivery.settle_after(self._lease.fencing_token, answer.finished_at)
         return value
 
-    def _raised(self, error: Exception) -> None:
+    def _raised(self, error: BaseException) -> None:
         """Record a failure of the body; raises ``Ignore`` when it is not this attempt's to say."""
         if self._lease.ended_by is not None:
             raise Ignore(f"this attempt has ended already: {self._lease.ended_by}") from error
@@ -510,17 +528,30 @@ class _Attempt:
         return Ignore(str(error))
 
     def _torn_down(self, error: BaseException) -> None:
-        """End the attempt of a body under which its process ends (SystemExit, GreenletExit)."""
+        """End the attempt of a body under which its process ends."""
         if self._lease.ended_by is not None:
             return
-        if is_signal_exit(error):
-            # Where the store is away the lease runs out instead; the exit goes on either way.
-            with suppress(_Ended):
-                self._release("stopped")
-            return
+        # Where the store is away the lease runs out instead; the exit goes on either way.
+        with suppress(_Ended, Ignore):
+            if is_signal_exit(error):
+                limit = self._hard_limit_passed()
+                if limit is None:
+                    self._release("stopped")
+                else:
+                    # Celery's main process tells the failure by itself, before this signal.
+                    self._fail(TimeLimitExceeded(limit), settled=True)
+                return
         vanished = self._runtime.surrender(self._lease, reason=f"{type(error).__name__}: {error}")
         if vanished is not None:
             self._extension.reaper().follow_up(vanished)
+
+    def _hard_limit_passed(self) -> float | None:
+        """Return the hard time limit that this attempt has passed, None if it has not."""
+        limits = self._request.timelimit or (None, None)
+        limit = limits[0] or self._task.time_limit
+        if not limit or time.monotonic() < self._delivery.began_at + limit - LIMIT_SLACK_SECONDS:
+            return None
+        return float(limit)
 
     # -- ends ----------------------------------------------------------------------------------
 
@@ -547,6 +578,12 @@ class _Attempt:
             raise _Ended(Ignore(str(error))) from error
 
     def _release(self, reason: str, *, delay_seconds: float = 0.0) -> None:
+        if self._released_too_often():
+            # Given back again and again, it would go round for ever: from now on it counts.
+            vanished = self._runtime.surrender(self._lease, reason=f"{reason}, too often")
+            if vanished is not None:
+                self._extension.reaper().follow_up(vanished)
+            return
         answer = self._finish(
             lambda parting: transitions.release(
                 self._runtime.store, self._lease.held, parting, delay_seconds=delay_seconds
@@ -564,6 +601,13 @@ class _Attempt:
             )
             if not delay_seconds:
                 self._extension.reaper().send_now(self._lease.job_id)
+
+    def _released_too_often(self) -> bool:
+        try:
+            count = queries.release_count(self._runtime.store, self._lease.job_id)
+        except StoreUnavailable:
+            return False
+        return count >= RELEASE_LIMIT
 
 
 class _Ended(Exception):

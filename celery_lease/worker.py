@@ -13,7 +13,9 @@ import logging
 import os
 import socket
 import threading
+import time
 import weakref
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +25,13 @@ from celery.worker.request import Request
 
 from celery_lease import events
 from celery_lease.exceptions import StoreUnavailable
+from celery_lease.states import JobState
+from celery_lease.store import queries, transitions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from celery_lease.store.engine import Store
 
 logger = logging.getLogger(__name__)
 
@@ -87,18 +93,26 @@ def node_name() -> str:
 
 
 class ReaperThread:
-    """Makes a pass when nobody else does.
+    """The main process's dealings with the store.
+
+    A pass when nobody else makes one, and word of what never reaches a child.
 
     Args:
         extension: the app's extension.
         interval_seconds: ``lease_reaper_interval``.
+        makes_passes: ``lease_reaper_in_worker``.
     """
 
-    def __init__(self, extension: Any, *, interval_seconds: float) -> None:
+    def __init__(
+        self, extension: Any, *, interval_seconds: float, makes_passes: bool = True
+    ) -> None:
         self._extension = extension
         self._interval_seconds = interval_seconds
+        self._makes_passes = makes_passes
         self._gate = ForkGate()
-        self._stopping = threading.Event()
+        self._wakeup = threading.Event()
+        self._stopping = False
+        self._told: deque[Callable[[Store], object]] = deque()
         self._thread = threading.Thread(target=self._run, name="celery-lease-reaper", daemon=True)
 
     def start(self) -> None:
@@ -107,8 +121,21 @@ class ReaperThread:
 
     def stop(self, timeout_seconds: float = 2.0) -> None:
         """End, within the timeout."""
-        self._stopping.set()
+        self._stopping = True
+        self._wakeup.set()
         self._thread.join(timeout_seconds)
+
+    def tell(self, word: Callable[[Store], object]) -> None:
+        """Have the store told something soon; never blocks, for the event loop calls it."""
+        self._told.append(word)
+        self._wakeup.set()
+
+    def tell_once(self) -> None:
+        """Tell the store what has been collected; what it cannot take now is told later."""
+        while self._told:
+            with self._gate():
+                self._told[0](self._extension.store)
+            self._told.popleft()
 
     def look_once(self) -> bool:
         """Make a pass if none was recorded for two intervals; tell whether one was made."""
@@ -120,9 +147,16 @@ class ReaperThread:
         return True
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._interval_seconds / 2):
+        due = time.monotonic() + self._interval_seconds / 2
+        while not self._stopping:
+            self._wakeup.wait(max(0.0, due - time.monotonic()))
+            self._wakeup.clear()
             try:
-                self.look_once()
+                self.tell_once()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._interval_seconds / 2
+                    if self._makes_passes and not self._stopping:
+                        self.look_once()
             except StoreUnavailable as error:
                 events.emit(events.STORE_UNAVAILABLE, worker=node_name(), reason=str(error))
             except Exception:
@@ -134,7 +168,10 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
     """A delivery of a leased task, as the worker's main process sees it."""
 
     def on_failure(
-        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False  # noqa: FBT001, FBT002  Celery's own signature
+        self,
+        exc_info: Any,
+        send_failed_event: Any = True,  # noqa: FBT002  Celery's own signature
+        return_ok: Any = False,  # noqa: FBT002  Celery's own signature
     ) -> Any:
         """Take a failure; a body's ``MemoryError`` must not end the main process.
 
@@ -161,6 +198,17 @@ class _MemoryExhausted(Exception):
         return repr(self._error)
 
 
+def cancel_revoked(store: Store, job_id: str) -> None:
+    """End a job that Celery revoked, whichever worker forgets the revocation afterwards."""
+    if transitions.cancel(store, job_id, reason="revoked") is not JobState.CANCELLED:
+        return
+    found = queries.outcome(store, job_id)
+    if found is not None:
+        # Celery has told it already: REVOKED is stored, and its chord has the part.
+        outcome = found[0]
+        transitions.settle(store, [(job_id, outcome.fencing_token, outcome.finished_at)])
+
+
 def step_for(extension: Any) -> type[bootsteps.StartStopStep]:
     """Return the worker's boot step for one app."""
 
@@ -173,7 +221,6 @@ def step_for(extension: Any) -> type[bootsteps.StartStopStep]:
             global _node_name  # noqa: PLW0603  one worker a process; its children inherit it
             super().__init__(parent, **options)
             _node_name = parent.hostname
-            self.thread: ReaperThread | None = None
             extension.check_at_start()
 
         def start(self, parent: Any) -> None:
@@ -183,17 +230,18 @@ def step_for(extension: Any) -> type[bootsteps.StartStopStep]:
             except StoreUnavailable as error:
                 # It may come later: deliveries wait for it, and nothing runs unclaimed.
                 logger.error("lease.store.unavailable %s", error)  # noqa: TRY400
-            if extension.settings.reaper_in_worker:
-                self.thread = ReaperThread(
-                    extension, interval_seconds=extension.settings.reaper_interval
-                )
-                self.thread.start()
+            extension.worker_thread = ReaperThread(
+                extension,
+                interval_seconds=extension.settings.reaper_interval,
+                makes_passes=extension.settings.reaper_in_worker,
+            )
+            extension.worker_thread.start()
 
         def stop(self, parent: Any) -> None:
             del parent
-            if self.thread is not None:
-                self.thread.stop()
-                self.thread = None
+            thread, extension.worker_thread = extension.worker_thread, None
+            if thread is not None:
+                thread.stop()
 
         terminate = stop
 

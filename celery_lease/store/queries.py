@@ -143,6 +143,22 @@ def replaced_version(store: Store, job_id: str) -> int | None:
     return store.retrying(work)
 
 
+def release_count(store: Store, job_id: str) -> int:
+    """Return how many attempts of a job gave it back."""
+    attempt = store.tables.attempt
+    statement = (
+        select(sa.func.count())
+        .select_from(attempt)
+        .where(attempt.c.job_id == job_id, attempt.c.state == AttemptState.RELEASED.value)
+    )
+
+    def work() -> int:
+        with store.single() as connection:
+            return int(connection.execute(statement).scalar_one())
+
+    return store.retrying(work)
+
+
 def unsettled(
     store: Store, *, grace_seconds: float, again_seconds: float, limit: int
 ) -> list[tuple[Outcome, Dispatchable]]:

@@ -48,7 +48,9 @@ class Tables:
 
 
 def _one_of(column: str, values: Iterable[Enum]) -> str:
-    listed = ", ".join(f"'{value.value}'" for value in sorted(values, key=lambda value: str(value.value)))
+    listed = ", ".join(
+        f"'{value.value}'" for value in sorted(values, key=lambda value: str(value.value))
+    )
     return f"{column} IN ({listed})"
 
 

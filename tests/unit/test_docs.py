@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from celery_lease import dispatch, exceptions
+from celery_lease.lease import Lease
 from celery_lease.settings import SETTINGS
 from celery_lease.states import AttemptState, JobState
 from celery_lease.store import transitions
@@ -87,10 +88,9 @@ def test_no_index_names_what_a_heartbeat_writes() -> None:
 @pytest.mark.parametrize(
     ("drawing", "states"), [("job-states.svg", JobState), ("attempt-states.svg", AttemptState)]
 )
-def test_a_diagram_shows_each_state(
-    drawing: str, states: type[JobState] | type[AttemptState]
-) -> None:
-    words = re.findall(r"\w+", " ".join(re.findall(r">([^<]+)<", text_of(DOCS / "_static" / drawing))))
+def test_a_diagram_shows_each_state(drawing: str, states: type[JobState | AttemptState]) -> None:
+    texts = re.findall(r">([^<]+)<", text_of(DOCS / "_static" / drawing))
+    words = set(re.findall(r"\w+", " ".join(texts)))
 
     missing = [state.value for state in states if state.value not in words]
 
@@ -101,12 +101,21 @@ def test_a_diagram_shows_each_state(
     ("heading", "states"),
     [("The states of a job", JobState), ("The states of an attempt", AttemptState)],
 )
-def test_each_state_has_its_sentence(
-    heading: str, states: type[JobState] | type[AttemptState]
-) -> None:
+def test_each_state_has_its_sentence(heading: str, states: type[JobState | AttemptState]) -> None:
     rows = table_rows(section(DOCS / "concepts.md", heading))
 
     assert [row[0] for row in rows] == [f"`{state.value}`" for state in states]
+
+
+# --- api.md -------------------------------------------------------------------------------------
+
+
+def test_what_the_lease_is_said_to_have_it_has() -> None:
+    rows = table_rows(section(DOCS / "api.md", "The lease, as a body sees it"))
+
+    members = [re.match(r"`(\w+)", row[0])[1] for row in rows]  # type: ignore[index]
+
+    assert [name for name in members if not hasattr(Lease, name)] == []
 
 
 # --- names, links, code -------------------------------------------------------------------------

@@ -17,18 +17,16 @@ filled where the setting allows it; an existing schema is only ever changed by a
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 
@@ -40,7 +38,6 @@ REVISIONS: Final = ("0001",)
 #: The revision this code works with.
 HEAD: Final[str] = REVISIONS[-1]
 
-_FOLDER = Path(__file__).parent
 _MIGRATE = "run: celery -A yourapp lease migrate"
 
 
@@ -176,16 +173,10 @@ def _release_lock(store: Store, connection: Connection) -> None:
 def _upgrade(store: Store, connection: Connection) -> None:
     if store.schema is not None and not sa.inspect(connection).has_schema(store.schema):
         connection.execute(sa.schema.CreateSchema(store.schema))
+    # Alembic is 7 MB, in each process of a worker, and needed once in the life of a database.
+    steps = importlib.import_module("celery_lease.store.migrations.steps")
     with _quiet():
-        command.upgrade(_config(store, connection), HEAD)
-
-
-def _config(store: Store, connection: Connection) -> Config:
-    """Return what Alembic needs to work on this store over this connection (see ``env.py``)."""
-    config = Config(attributes={"store": store, "connection": connection})
-    # It goes through configparser, to which a % in the path would be special.
-    config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))
-    return config
+        steps.upgrade(store, connection, HEAD)
 
 
 # -- what is there ---------------------------------------------------------------------------
