@@ -80,7 +80,7 @@ class RichScreen:
         jobs = Table.grid(padding=(0, 2))
         jobs.add_row(
             ProgressBar(snapshot.total, snapshot.done, width=_BAR_CELLS),
-            Text(f"{snapshot.done} of {snapshot.total} {snapshot.unit}"),
+            Text(f"{snapshot.done} of {snapshot.total} jobs"),
             Text(f"{snapshot.seconds:.0f} s", "dim"),
         )
         self._live.update(Padding(Group(workers, "", jobs), (1, 0, 0, 2)), refresh=True)

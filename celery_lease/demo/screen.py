@@ -54,7 +54,6 @@ class Snapshot:
     seconds: float
     done: int
     total: int
-    unit: str
     workers: Sequence[WorkerView]
 
 
@@ -160,9 +159,7 @@ class PlainScreen:
         self._next_progress = snapshot.seconds + _PROGRESS_SECONDS
         self._last_done = snapshot.done
         self.tell(
-            Happened(
-                snapshot.seconds, Kind.STEP, f"{snapshot.done} of {snapshot.total} {snapshot.unit}"
-            )
+            Happened(snapshot.seconds, Kind.STEP, f"{snapshot.done} of {snapshot.total} jobs")
         )
 
     def settle(self) -> None:

@@ -17,6 +17,7 @@ from celery_lease import history
 from celery_lease.demo.app import HALFWAY, INDEX, create_app
 from celery_lease.demo.evidence import Key
 from celery_lease.demo.library import Package, leading_roles, library_root, packages
+from celery_lease.demo.plain import PlainRun
 from celery_lease.demo.processes import STOP_SECONDS, CeleryProcess, end_all
 from celery_lease.demo.screen import Happened, Kind, Screen, Snapshot, WorkerView
 from celery_lease.exceptions import LeaseError
@@ -64,6 +65,7 @@ class Stage:
         self._running: dict[str, CeleryProcess] = {}
         self._conditions: dict[str, str] = {}
         self._known: set[Key] = set()
+        self._plain: PlainRun | None = None
 
     # -- processes -----------------------------------------------------------------------------
 
@@ -139,6 +141,12 @@ class Stage:
         where = f", file {done} of {total}" if total else ""
         return f"`{self.names[attempt.job_id]}` ({_attempt(attempt)}{where})"
 
+    def run_plainly(self) -> PlainRun:
+        """Begin the plain run of all packages."""
+        self._plain = PlainRun(self.root, self.packages)
+        self._plain.start()
+        return self._plain
+
     # -- time ----------------------------------------------------------------------------------
 
     def seconds(self) -> float:
@@ -180,24 +188,20 @@ class Stage:
         self.told.append(happened)
         self.screen.tell(happened)
 
-    def show(self, done: int, unit: str, workers: list[WorkerView]) -> None:
-        """Bring the screen up to date."""
-        self.screen.show(Snapshot(self.seconds(), done, len(self.packages), unit, workers))
-
     def _look(self) -> None:
         for name, process in self._running.items():
-            if process.exit_code is not None:
+            if process.exit_code is not None and self._conditions[name] != "stopping":
                 raise DemoFailed(
                     f"{name} ended by itself, with code {process.exit_code}:\n"
                     f"{process.last_words()}"
                 )
         attempts = history.attempts(self.app, limit=ALL)
         self._tell_of_turns(attempts)
-        self.show(
-            history.counts(self.app)[JobState.SUCCEEDED],
-            "jobs",
-            [self._worker_view(name, attempts) for name in self._conditions],
-        )
+        views = [self._worker_view(name, attempts) for name in self._conditions]
+        if self._plain is not None and (doing := self._plain.at()) is not None:
+            views.append(WorkerView("this process", "at work", doing))
+        done = history.counts(self.app)[JobState.SUCCEEDED]
+        self.screen.show(Snapshot(self.seconds(), done, len(self.packages), views))
 
     def _tell_of_turns(self, attempts: list[Attempt]) -> None:
         by_key = {(one.job_id, one.fencing_token): one for one in attempts}

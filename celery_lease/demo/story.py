@@ -11,7 +11,6 @@ import time
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from celery_lease import history
 from celery_lease.demo.app import (
@@ -23,10 +22,9 @@ from celery_lease.demo.app import (
 )
 from celery_lease.demo.evidence import Evidence, Key, read_jobs
 from celery_lease.demo.gates import Gate
-from celery_lease.demo.indexing import index_plainly
 from celery_lease.demo.library import Package
 from celery_lease.demo.processes import node_name, start_beat, start_worker
-from celery_lease.demo.screen import Kind, WorkerView
+from celery_lease.demo.screen import Kind
 from celery_lease.demo.stage import (
     ALL,
     BEAT,
@@ -44,6 +42,7 @@ FIRST, SECOND, REPLACEMENT = "w1", "w2", "w3"
 _SCENE_SECONDS = 60.0
 _TAKE_OVER_SECONDS = 45.0
 _LATE_SECONDS = 30.0
+_PLAIN_SECONDS = 90.0
 _FREEZE_TRIES = 20
 
 
@@ -60,17 +59,19 @@ def play(stage: Stage) -> Evidence:
     _go_on(stage)
     zombie = _freeze_one(stage)
     frozen_at = stage.seconds()
+    plain = stage.run_plainly()
     _see_it_taken_over(stage, zombie)
     _thaw(stage, zombie, frozen_at)
     _see_it_through(stage)
     stage.ask_to_stop()
-    plain = _index_plainly(stage)
+    results = stage.until(plain.results, seconds=_PLAIN_SECONDS, what="the plain run to end")
+    stage.tell(Kind.STEP, f"the same plainly, without Celery, took {plain.seconds:.1f} s")
     # Read when nobody is left to change anything.
     stage.stop()
     return Evidence(
         names=stage.names,
         jobs=read_jobs(stage.app),
-        plain=plain,
+        plain=results,
         killed_worker=killed_worker,
         killed=killed,
         frozen_worker=zombie.worker or "",
@@ -259,18 +260,6 @@ def _see_it_through(stage: Stage) -> None:
         all_over, seconds=_SCENE_SECONDS, what="every job to end and be settled with Celery"
     )
     stage.tell(Kind.DONE, f"all {len(stage.names)} jobs are final, and settled with Celery")
-
-
-def _index_plainly(stage: Stage) -> dict[str, Any]:
-    started = stage.seconds()
-    plain = {}
-    for number, package in enumerate(stage.packages):
-        view = WorkerView("this process", "at work", package.name)
-        stage.show(number, "packages, plainly", [view])
-        plain[package.name] = index_plainly(stage.root, package.files).as_json()
-    seconds = stage.seconds() - started
-    stage.tell(Kind.STEP, f"the same again plainly, without Celery: {seconds:.1f} s")
-    return plain
 
 
 def _others(stage: Stage) -> list[Package]:

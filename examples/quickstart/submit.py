@@ -1,0 +1,3 @@
+from tasks import build
+
+print(build.delay("annual").id)
