@@ -14,6 +14,7 @@ sent to a worker as a replay instead.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -55,6 +56,11 @@ RECORDED_HEADER = "lease_recorded"
 DISPATCH_HEADER = "lease_dispatch"
 REPLAY_MARK = "replay"
 _OWN_HEADERS = (VERSION_HEADER, RECORDED_HEADER, DISPATCH_HEADER)
+
+#: How long the last task of a replacing canvas waits for the end of the attempt it replaces,
+#: which is being written at that moment, and how often it looks.
+REPLACED_SECONDS = 10.0
+REPLACED_POLL_SECONDS = 0.05
 
 #: Content types that decode to plain data. Pickle is not among them, whatever the app accepts.
 PLAIN_CONTENT = frozenset(
@@ -165,9 +171,7 @@ class RecordingProducer:
         for name in _OWN_HEADERS:
             headers.pop(name, None)
         if resend is None and headers.get("replaced_task_nesting"):
-            # The task of a replacing canvas that inherited the id of the job it replaced.
-            before = queries.replaced_version(self._store, headers["id"])
-            version = 1 if before is None else before + 1
+            version = self._version_after_replaced(headers["id"])
         headers[VERSION_HEADER] = version
         headers[RECORDED_HEADER] = True
         message, options = self._encode(frozen, version, headers, options)
@@ -178,6 +182,31 @@ class RecordingProducer:
         )
         headers[VERSION_HEADER] = message.version
         return self._send(message, headers, options)
+
+    def _version_after_replaced(self, job_id: str) -> int:
+        """Return the message version of the task of a replacing canvas that has the job's id.
+
+        The canvas is published before the replaced attempt is ended, so that it cannot be lost
+        between the two; its last task may come here sooner than that end.
+
+        Raises:
+            StoreUnavailable: that attempt goes on running. Whoever publishes here is not
+                settled, then, and publishes again when it is replayed.
+        """
+        until = time.monotonic() + REPLACED_SECONDS
+        while True:
+            before = queries.replaced_version(self._store, job_id)
+            if before is not None:
+                return before + 1
+            if not queries.is_running(self._store, job_id):
+                # Asked again: it may have ended between the two questions.
+                before = queries.replaced_version(self._store, job_id)
+                return 1 if before is None else before + 1
+            if time.monotonic() >= until:
+                raise StoreUnavailable(
+                    self._store.masked_url, f"the attempt that job {job_id} replaces has not ended"
+                )
+            time.sleep(REPLACED_POLL_SECONDS)
 
     def _encode(
         self, body: Any, version: int, headers: dict[str, Any], options: dict[str, Any]

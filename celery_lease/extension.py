@@ -69,9 +69,11 @@ class Extension:
         """
         if self._settings is None:
             conf = self.app.conf
+            namespace = getattr(self.app, "namespace", None)
+            ours = ("lease_", f"{namespace}_lease_".lower())
             problems = unknown_settings(
-                [str(key) for key in conf if str(key).lower().startswith("lease_")],
-                namespace=getattr(self.app, "namespace", None),
+                [str(key) for key in conf if str(key).lower().startswith(ours)],
+                namespace=namespace,
             )
             if problems:
                 raise SettingError(problems)
@@ -338,6 +340,16 @@ def _revoked(sender: Any = None, request: Any = None, expired: Any = None, **_: 
         thread.tell(functools.partial(worker.cancel_revoked, job_id=request.id))
 
 
+def _schedule_in_beat(sender: Any, **_: Any) -> None:
+    """Put the reaper back into a schedule that was assigned after the app was finalized."""
+    conf, extension = sender.app.conf, _extensions.get(sender.app)
+    if extension is not None and periodic.REAP not in conf.beat_schedule:
+        extension.on_finalized()
+        # The scheduler has read the schedule already.
+        sender.scheduler.update_from_dict({periodic.REAP: conf.beat_schedule[periodic.REAP]})
+
+
+signals.beat_init.connect(_schedule_in_beat, weak=False)
 signals.task_revoked.connect(_revoked, weak=False)
 signals.worker_process_shutdown.connect(_stop_runtimes, weak=False)
 signals.worker_shutdown.connect(_stop_runtimes, weak=False)

@@ -175,6 +175,15 @@ def clock() -> Clock:
     return Clock()
 
 
+def clock_once() -> ColumnElement[datetime]:
+    """Return the store's time, read once a statement: what is compared with it can be indexed.
+
+    PostgreSQL asks its clock again for every row, and so reads every row. For conditions that
+    time only ever makes true: an instant a little too early moves nothing that is not due.
+    """
+    return sa.select(Clock()).scalar_subquery()
+
+
 #: Ids are compared byte by byte everywhere; MySQL and MariaDB would ignore case otherwise.
 TABLE_OPTIONS: Mapping[str, Any] = {
     f"{name}_{option}": value
@@ -411,6 +420,8 @@ def _sqlite_trouble(error: BaseException) -> Trouble:
         return Trouble.SCHEMA
     if "locked" in text or "busy" in text:
         return Trouble.TRANSIENT
+    if "not a database" in text or "malformed" in text:
+        return Trouble.UNAVAILABLE
     return Trouble.UNAVAILABLE if isinstance(error, sqlite3.OperationalError) else Trouble.OTHER
 
 

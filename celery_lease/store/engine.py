@@ -150,6 +150,12 @@ class Store:
         """Drop the engine without touching its sockets: they belong to the parent process."""
         self._engine = self._base = None
 
+    def leave_engine_to_parent(self) -> None:
+        """Forget the engine in a forked child, and keep it from ever being closed there."""
+        if self._engine is not None:
+            _inherited.append(self._engine)
+        self.forget_engine()
+
     def close(self) -> None:
         """Close this process's connections."""
         if self._engine is not None and self._pid == os.getpid():
@@ -253,9 +259,7 @@ _inherited: list[Engine] = []
 
 def _forget_engines() -> None:
     for store in _stores:
-        if store._engine is not None:
-            _inherited.append(store._engine)
-        store.forget_engine()
+        store.leave_engine_to_parent()
 
 
 os.register_at_fork(after_in_child=_forget_engines)

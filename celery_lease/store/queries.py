@@ -159,6 +159,18 @@ def release_count(store: Store, job_id: str) -> int:
     return store.retrying(work)
 
 
+def is_running(store: Store, job_id: str) -> bool:
+    """Tell whether a job is running."""
+    job = store.tables.job
+    statement = select(job.c.id).where(job.c.id == job_id, job.c.state == JobState.RUNNING.value)
+
+    def work() -> bool:
+        with store.single() as connection:
+            return connection.execute(statement).first() is not None
+
+    return store.retrying(work)
+
+
 def unsettled(
     store: Store, *, grace_seconds: float, again_seconds: float, limit: int
 ) -> list[tuple[Outcome, Dispatchable]]:

@@ -146,8 +146,9 @@ def _job_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
         f"{name}_active_key", c.task, c.active_key, where="active_key IS NOT NULL", unique=True
     )
     _partial(f"{name}_slot", c.schedule, c.slot_at, where="schedule IS NOT NULL", unique=True)
-    _partial(f"{name}_due", c.available_at, where=_WAITING)
-    _partial(f"{name}_queued", c.dispatched_at, c.available_at, where=_QUEUED)
+    # The state first: where an index cannot be partial, every waiting row has no dispatch.
+    _partial(f"{name}_due", c.state, c.available_at, where=_WAITING)
+    _partial(f"{name}_queued", c.state, c.dispatched_at, c.available_at, where=_QUEUED)
     _partial(f"{name}_deadline", c.deadline_at, where=f"deadline_at IS NOT NULL AND {_UNFINISHED}")
     _partial(f"{name}_expires", c.expires_at, where=f"expires_at IS NOT NULL AND {_UNFINISHED}")
     _partial(f"{name}_unsettled", c.settled_at, c.finished_at, where=_UNSETTLED)

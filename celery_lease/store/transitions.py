@@ -63,6 +63,7 @@ from celery_lease.store.dialects import (
     SecondsBetween,
     by_primary_key,
     clock,
+    clock_once,
     insert_if_absent,
     unindexed,
 )
@@ -1586,10 +1587,10 @@ def wake(store: Store, *, limit: int, dispatched_grace_seconds: float) -> list[s
     job = store.tables.job
     guard = [
         job.c.state.in_([JobState.SCHEDULED.value, JobState.RETRY_WAIT.value]),
-        job.c.available_at <= clock(),
+        job.c.available_at <= clock_once(),
         sa.or_(
             job.c.dispatched_at.is_(None),
-            job.c.available_at <= Later(clock(), -dispatched_grace_seconds),
+            job.c.available_at <= Later(clock_once(), -dispatched_grace_seconds),
         ),
     ]
     values = {"state": JobState.QUEUED.value, "dispatched_at": None}
@@ -1599,7 +1600,12 @@ def wake(store: Store, *, limit: int, dispatched_grace_seconds: float) -> list[s
 def expire_unstarted(store: Store, *, limit: int) -> list[str]:
     """End waiting jobs past Celery's ``expires``: → cancelled. Returns the ids that moved."""
     job = store.tables.job
-    guard = [job.c.state.in_(_WAITING), job.c.expires_at <= clock()]
+    # finished_at too: the predicate of the index on expires_at.
+    guard = [
+        job.c.state.in_(_WAITING),
+        job.c.finished_at.is_(None),
+        job.c.expires_at <= clock_once(),
+    ]
     values = {
         "state": JobState.CANCELLED.value,
         "state_reason": "expires",
@@ -1615,7 +1621,8 @@ def pass_deadline(store: Store, *, limit: int) -> list[str]:
     A held job is only marked overdue. Returns the ids that were failed.
     """
     job, attempt = store.tables.job, store.tables.attempt
-    over = job.c.deadline_at <= clock()
+    # finished_at too: the predicate of the index on deadline_at.
+    over = sa.and_(job.c.finished_at.is_(None), job.c.deadline_at <= clock_once())
     values: dict[str, Any] = {
         "state": JobState.FAILED.value,
         "state_reason": "deadline",
@@ -2000,24 +2007,31 @@ def prune(
     Returns:
         How many jobs were removed.
     """
+    job = store.tables.job
+    others = [state for state in _FINAL if state != JobState.SUCCEEDED.value]
+    removed = 0
+    for states, seconds in (
+        ([JobState.SUCCEEDED.value], succeeded_seconds),
+        (others, failed_seconds),
+    ):
+        if seconds is not None and removed < limit:
+            old = [job.c.state.in_(states), job.c.finished_at < Later(clock_once(), -seconds)]
+            removed += _remove_batch(store, old, limit - removed)
+    return removed
+
+
+def _remove_batch(store: Store, old: list[ColumnElement[bool]], limit: int) -> int:
     job, message, attempt = store.tables.job, store.tables.message, store.tables.attempt
-    old = []
-    if succeeded_seconds is not None:
-        old.append(
-            sa.and_(
-                job.c.state == JobState.SUCCEEDED.value,
-                job.c.finished_at < Later(clock(), -succeeded_seconds),
-            )
-        )
-    if failed_seconds is not None:
-        others = [state for state in _FINAL if state != JobState.SUCCEEDED.value]
-        old.append(
-            sa.and_(job.c.state.in_(others), job.c.finished_at < Later(clock(), -failed_seconds))
-        )
-    if not old:
-        return 0
-    guard = [job.c.settled_at.is_not(None), sa.or_(*old)]
-    free = select(job.c.id).where(*guard).limit(limit).with_for_update(skip_locked=True)
+    guard = [job.c.settled_at.is_not(None), *old]
+    free = (
+        select(job.c.id)
+        .where(*guard)
+        # In the order of the index: PostgreSQL expects the first rows it reads to be old ones,
+        # and reads the whole table when none is.
+        .order_by(job.c.finished_at)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
 
     def work() -> int:
         with store.transaction() as connection:

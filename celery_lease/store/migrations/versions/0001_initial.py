@@ -106,8 +106,12 @@ def _job(missing: _Missing) -> None:
         name, "active_key", ["task", "active_key"], where="active_key IS NOT NULL", unique=True
     )
     missing.index(name, "slot", ["schedule", "slot_at"], where="schedule IS NOT NULL", unique=True)
-    missing.index(name, "due", ["available_at"], where="state IN ('scheduled', 'retry_wait')")
-    missing.index(name, "queued", ["dispatched_at", "available_at"], where="state = 'queued'")
+    missing.index(
+        name, "due", ["state", "available_at"], where="state IN ('scheduled', 'retry_wait')"
+    )
+    missing.index(
+        name, "queued", ["state", "dispatched_at", "available_at"], where="state = 'queued'"
+    )
     missing.index(
         name,
         "deadline",
