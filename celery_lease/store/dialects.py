@@ -279,7 +279,8 @@ class Dialect:
             costs no round trip.
         connect_arguments: bounds on connecting.
         engine_options: arguments of ``create_engine``.
-        prepare: sets up an engine's connections.
+        prepare: sets up an engine's connections; it is told the connect arguments that the
+            user gave, which win.
         trouble: reads a driver error.
         begin: statements at the start of a transaction.
         lock_migrations: holds the one lock that keeps two migrations apart.
@@ -290,7 +291,7 @@ class Dialect:
     writing_ctes: bool
     returning: bool
     autocommits: bool
-    prepare: Callable[[Engine], None]
+    prepare: Callable[[Engine, Mapping[str, Any]], None]
     trouble: Callable[[BaseException], Trouble]
     connect_arguments: Mapping[str, Any] = field(default_factory=dict)
     engine_options: Mapping[str, Any] = field(default_factory=dict)
@@ -326,8 +327,28 @@ def _postgresql_trouble(error: BaseException) -> Trouble:
     return Trouble.UNAVAILABLE if code in ("25P03", "25006") else Trouble.OTHER
 
 
-def _prepare_nothing(engine: Engine) -> None:
-    del engine
+#: Uses of a statement after which psycopg has the server keep it (psycopg's own default).
+PREPARE_THRESHOLD = 5
+
+
+def _postgresql_prepare(engine: Engine, given: Mapping[str, Any]) -> None:
+    if engine.dialect.driver != "psycopg" or "prepare_threshold" in given:
+        return
+
+    @event.listens_for(engine, "connect")
+    def set_up(connection: Any, record: object) -> None:
+        """Have statements prepared where this connection is the server's own.
+
+        Planning a claim takes the server longer than running it. Behind PgBouncer the backend
+        is another one than the client was told of, and may be another at each transaction: a
+        prepared statement would not be there.
+        """
+        del record
+        was, connection.autocommit = connection.autocommit, True
+        row = connection.execute("SELECT pg_backend_pid()").fetchone()
+        connection.autocommit = was
+        if row[0] == connection.info.backend_pid:
+            connection.prepare_threshold = PREPARE_THRESHOLD
 
 
 _POSTGRESQL = Dialect(
@@ -335,10 +356,9 @@ _POSTGRESQL = Dialect(
     writing_ctes=True,
     returning=True,
     autocommits=True,
-    prepare=_prepare_nothing,
+    prepare=_postgresql_prepare,
     trouble=_postgresql_trouble,
-    # prepare_threshold: server-side prepared statements do not live through PgBouncer's
-    # transaction mode before 1.21; nothing here may depend on the session either.
+    # prepare_threshold: None until the connection is known to be the server's own (``prepare``).
     connect_arguments={
         "connect_timeout": CONNECT_TIMEOUT_SECONDS,
         "keepalives_idle": 10,
@@ -375,7 +395,9 @@ def _mysql_trouble(error: BaseException) -> Trouble:
     return Trouble.OTHER
 
 
-def _mysql_prepare(engine: Engine) -> None:
+def _mysql_prepare(engine: Engine, given: Mapping[str, Any]) -> None:
+    del given
+
     @event.listens_for(engine, "connect")
     def set_up(connection: Any, record: object) -> None:
         del record
@@ -425,7 +447,9 @@ def _sqlite_trouble(error: BaseException) -> Trouble:
     return Trouble.UNAVAILABLE if isinstance(error, sqlite3.OperationalError) else Trouble.OTHER
 
 
-def _sqlite_prepare(engine: Engine) -> None:
+def _sqlite_prepare(engine: Engine, given: Mapping[str, Any]) -> None:
+    del given
+
     @event.listens_for(engine, "connect")
     def set_up(connection: sqlite3.Connection, record: object) -> None:
         del record

@@ -127,7 +127,8 @@ class Store:
         options: dict[str, Any] = {"pool_pre_ping": False, "pool_timeout": 10}
         options.update(self.dialect.engine_options)
         arguments = dialects.connect_arguments(self.dialect, self._url)
-        arguments.update(self._engine_options.get("connect_args", {}))
+        given = self._engine_options.get("connect_args", {})
+        arguments.update(given)
         options.update(self._engine_options)
         options["connect_args"] = arguments
         if self.dialect.writing_ctes:
@@ -143,7 +144,7 @@ class Store:
             ) from error
         except (TypeError, ArgumentError) as error:
             raise SettingError([f"lease_store_engine_options cannot be used: {error}"]) from error
-        self.dialect.prepare(engine)
+        self.dialect.prepare(engine, given)
         return engine
 
     def forget_engine(self) -> None:

@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.orm import Mapped, column_property, deferred, registry, relationship
+from sqlalchemy.orm import Mapped, column_property, deferred, foreign, registry, relationship
 
 from celery_lease.states import AttemptState, JobState, LateOutcome, OnExpiry
-from celery_lease.store.schema import DEFAULT_PREFIX, build_tables
+from celery_lease.store.schema import DEFAULT_PREFIX, Tables, build_tables
 
 
 class Job:
@@ -235,6 +235,7 @@ def _map(job: type[Job], attempt: type[Attempt], prefix: str, schema: str | None
         result_size=column_property(sa.func.length(tables.job.c.result)),
         attempts=relationship(
             attempt,
+            primaryjoin=_attempts_of(tables),
             order_by=tables.attempt.c.fencing_token,
             viewonly=True,
             lazy="raise",
@@ -246,8 +247,14 @@ def _map(job: type[Job], attempt: type[Attempt], prefix: str, schema: str | None
         tables.attempt,
         large=("traceback", "late_result"),
         late_result_size=column_property(sa.func.length(tables.attempt.c.late_result)),
-        job=relationship(job, viewonly=True, lazy="raise"),
+        job=relationship(
+            job, primaryjoin=_attempts_of(tables), viewonly=True, lazy="raise", uselist=False
+        ),
     )
+
+
+def _attempts_of(tables: Tables) -> sa.ColumnElement[bool]:
+    return tables.job.c.id == foreign(tables.attempt.c.job_id)
 
 
 def _map_one(

@@ -7,6 +7,10 @@ tables are built by a function.
 An index on a column that a heartbeat writes (expiry, progress, state of the attempt) would
 make every renewal rewrite the indexes: with one on the expiry 0 of 2,500 renewals were HOT
 on PostgreSQL, without 2,448 (design, section 3). So there is none.
+
+There are no foreign keys either. Rows of a job are only ever written in the transaction that
+holds or writes its job row, and PostgreSQL checks a foreign key by a plan that it keeps from
+when the table was small: 8 to 18 ms an insert at 60,000 rows, until the next ANALYZE.
 """
 
 from __future__ import annotations
@@ -60,6 +64,8 @@ _WAITING = "state IN ('scheduled', 'retry_wait')"
 _QUEUED = "state = 'queued'"
 _UNFINISHED = "finished_at IS NULL"
 _UNSETTLED = "finished_at IS NOT NULL AND settled_at IS NULL"
+#: What a person looks for among a million that went well.
+_NOTABLE = "state IN ('failed', 'cancelled', 'interrupted', 'held')"
 _LIVE = "ended_at IS NULL"
 
 
@@ -71,8 +77,8 @@ def build_tables(prefix: str = DEFAULT_PREFIX, schema: str | None = None) -> Tab
     """Return the tables under a prefix and, on PostgreSQL, in a schema."""
     metadata = sa.MetaData(schema=schema)
     job = _job_table(metadata, prefix)
-    message = _message_table(metadata, prefix, job)
-    attempt = _attempt_table(metadata, prefix, job)
+    message = _message_table(metadata, prefix)
+    attempt = _attempt_table(metadata, prefix)
     completed_pass = sa.Table(
         f"{prefix}pass",
         metadata,
@@ -152,20 +158,16 @@ def _job_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
     _partial(f"{name}_deadline", c.deadline_at, where=f"deadline_at IS NOT NULL AND {_UNFINISHED}")
     _partial(f"{name}_expires", c.expires_at, where=f"expires_at IS NOT NULL AND {_UNFINISHED}")
     _partial(f"{name}_unsettled", c.settled_at, c.finished_at, where=_UNSETTLED)
-    _partial(f"{name}_finished", c.finished_at, where="finished_at IS NOT NULL")
+    _partial(f"{name}_finished", c.state, c.finished_at, where="finished_at IS NOT NULL")
+    _partial(f"{name}_notable", c.state, c.created_at, c.id, where=_NOTABLE)
     return table
 
 
-def _message_table(metadata: sa.MetaData, prefix: str, job: sa.Table) -> sa.Table:
+def _message_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
     return sa.Table(
         f"{prefix}message",
         metadata,
-        sa.Column(
-            "job_id",
-            sa.String(NAME),
-            sa.ForeignKey(job.c.id, ondelete="CASCADE", name=f"{prefix}message_job"),
-            primary_key=True,
-        ),
+        sa.Column("job_id", sa.String(NAME), primary_key=True),
         sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("headers", LongText, nullable=False),
         sa.Column("properties", LongText, nullable=False),
@@ -179,17 +181,12 @@ def _message_table(metadata: sa.MetaData, prefix: str, job: sa.Table) -> sa.Tabl
     )
 
 
-def _attempt_table(metadata: sa.MetaData, prefix: str, job: sa.Table) -> sa.Table:
+def _attempt_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
     name = f"{prefix}attempt"
     table = sa.Table(
         name,
         metadata,
-        sa.Column(
-            "job_id",
-            sa.String(NAME),
-            sa.ForeignKey(job.c.id, ondelete="CASCADE", name=f"{name}_job"),
-            primary_key=True,
-        ),
+        sa.Column("job_id", sa.String(NAME), primary_key=True),
         sa.Column("fencing_token", sa.BigInteger, primary_key=True, autoincrement=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("stop_reason", sa.String(NAME)),

@@ -2008,14 +2008,12 @@ def prune(
         How many jobs were removed.
     """
     job = store.tables.job
-    others = [state for state in _FINAL if state != JobState.SUCCEEDED.value]
     removed = 0
-    for states, seconds in (
-        ([JobState.SUCCEEDED.value], succeeded_seconds),
-        (others, failed_seconds),
-    ):
+    # One state at a time, which its index has in the order of ``finished_at``.
+    for state in sorted(_FINAL):
+        seconds = succeeded_seconds if state == JobState.SUCCEEDED.value else failed_seconds
         if seconds is not None and removed < limit:
-            old = [job.c.state.in_(states), job.c.finished_at < Later(clock_once(), -seconds)]
+            old = [job.c.state == state, job.c.finished_at < Later(clock_once(), -seconds)]
             removed += _remove_batch(store, old, limit - removed)
     return removed
 

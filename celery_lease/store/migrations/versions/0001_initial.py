@@ -127,14 +127,20 @@ def _job(missing: _Missing) -> None:
         ["settled_at", "finished_at"],
         where="finished_at IS NOT NULL AND settled_at IS NULL",
     )
-    missing.index(name, "finished", ["finished_at"], where="finished_at IS NOT NULL")
+    missing.index(name, "finished", ["state", "finished_at"], where="finished_at IS NOT NULL")
+    missing.index(
+        name,
+        "notable",
+        ["state", "created_at", "id"],
+        where="state IN ('failed', 'cancelled', 'interrupted', 'held')",
+    )
 
 
 def _message(missing: _Missing) -> None:
     name = f"{missing.prefix}message"
     missing.table(
         name,
-        missing.job_id(name),
+        sa.Column("job_id", _NAME, primary_key=True),
         sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("headers", LongText, nullable=False),
         sa.Column("properties", LongText, nullable=False),
@@ -151,7 +157,7 @@ def _attempt(missing: _Missing) -> None:
     name = f"{missing.prefix}attempt"
     missing.table(
         name,
-        missing.job_id(name),
+        sa.Column("job_id", _NAME, primary_key=True),
         sa.Column("fencing_token", sa.BigInteger, primary_key=True, autoincrement=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("stop_reason", _NAME),
@@ -255,17 +261,4 @@ class _Missing:
         options = {} if where is None else index_options(where)
         op.create_index(
             f"{table}_{name}", table, columns, schema=self._schema, unique=unique, **options
-        )
-
-    def job_id(self, table: str) -> sa.Column[str]:
-        job = f"{self.prefix}job.id"
-        return sa.Column(
-            "job_id",
-            _NAME,
-            sa.ForeignKey(
-                job if self._schema is None else f"{self._schema}.{job}",
-                ondelete="CASCADE",
-                name=f"{table}_job",
-            ),
-            primary_key=True,
         )
