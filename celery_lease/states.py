@@ -1,7 +1,7 @@
 """The states of a job and of an attempt, and why each was left.
 
 The words of the protocol and nothing else: no transition lives here (those are
-``store/transitions.py``). A new state changes four things in one commit: this file, the
+``store/transitions``). A new state changes four things in one commit: this file, the
 constraint in ``store/schema.py``, the diagram in ``docs/concepts.md`` and the test suite.
 """
 

@@ -369,9 +369,11 @@ _POSTGRESQL = Dialect(
         "application_name": "celery-lease",
     },
     begin=(
-        f"SELECT set_config('lock_timeout', '{LOCK_WAIT_SECONDS}s', true), "
-        "set_config('idle_in_transaction_session_timeout', "
-        f"'{IDLE_TRANSACTION_SECONDS}s', true)",
+        (
+            f"SELECT set_config('lock_timeout', '{LOCK_WAIT_SECONDS}s', true), "
+            "set_config('idle_in_transaction_session_timeout', "
+            f"'{IDLE_TRANSACTION_SECONDS}s', true)"
+        ),
     ),
     # The transaction's own advisory lock: it also works behind PgBouncer.
     lock_migrations="SELECT pg_advisory_xact_lock(7305121949071266631)",
@@ -379,6 +381,15 @@ _POSTGRESQL = Dialect(
 
 
 # -- MySQL and MariaDB -----------------------------------------------------------------------
+
+
+#: Errors that the client library makes: refused, gone away, lost during a query.
+_MYSQL_CLIENT_ERRORS = range(2000, 3000)
+#: Errors of the server about connecting, logging in, shutting down, packets, read only, killed.
+_MYSQL_UNAVAILABLE = frozenset(
+    {0, 1040, 1044, 1045, 1049, 1053, 1129, 1130, 1152, 1158, 1159, 1160, 1161, 1184, 1290}
+    | {1927, 4031}
+)
 
 
 def _mysql_trouble(error: BaseException) -> Trouble:
@@ -389,8 +400,7 @@ def _mysql_trouble(error: BaseException) -> Trouble:
         return Trouble.TRANSIENT
     if code in (1146, 1054, 1051):
         return Trouble.SCHEMA
-    unavailable = (0, 1040, 1044, 1045, 1049, 1053, 1129, 1130, 1152, 1158, 1159, 1160, 1161, 1184)
-    if code is None or 2000 <= code < 3000 or code in unavailable or code in (1290, 1927, 4031):
+    if code is None or code in _MYSQL_CLIENT_ERRORS or code in _MYSQL_UNAVAILABLE:
         return Trouble.UNAVAILABLE
     return Trouble.OTHER
 

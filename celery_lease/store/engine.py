@@ -77,12 +77,11 @@ class Store:
                 [f"lease_store_url: {error}; use one of these four databases"]
             ) from error
         if dialects.is_in_memory(parsed):
-            raise SettingError(
-                [
-                    "lease_store_url names an in-memory database, which no other process can "
-                    "see: give SQLite a file, e.g. sqlite:////var/lib/app/lease.sqlite3"
-                ]
+            problem = (
+                "lease_store_url names an in-memory database, which no other process can "
+                "see: give SQLite a file, e.g. sqlite:////var/lib/app/lease.sqlite3"
             )
+            raise SettingError([problem])
         self._url = parsed
         self.masked_url = parsed.render_as_string(hide_password=True)
         self.schema = schema
@@ -136,12 +135,11 @@ class Store:
         try:
             engine = sa.create_engine(self._url, **options)
         except (ModuleNotFoundError, NoSuchModuleError) as error:
-            raise SettingError(
-                [
-                    f"lease_store_url {self.masked_url} needs a driver that is not installed "
-                    f"({error}): pip install 'celery-lease[postgres]' or 'celery-lease[mysql]'"
-                ]
-            ) from error
+            problem = (
+                f"lease_store_url {self.masked_url} needs a driver that is not installed "
+                f"({error}): pip install 'celery-lease[postgres]' or 'celery-lease[mysql]'"
+            )
+            raise SettingError([problem]) from error
         except (TypeError, ArgumentError) as error:
             raise SettingError([f"lease_store_engine_options cannot be used: {error}"]) from error
         self.dialect.prepare(engine, given)

@@ -1,0 +1,182 @@
+"""What a person says of a job: cancel, hold, resume, accept, refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import case, select
+from sqlalchemy.sql.elements import ColumnElement
+
+from celery_lease.states import JobState
+from celery_lease.store.dialects import Later, clock
+from celery_lease.store.engine import Store
+from celery_lease.store.transitions.statements import FINAL, WAITING, clean, lock_job, state_or_busy
+from celery_lease.store.transitions.timing import stop_running
+
+
+def cancel(store: Store, job_id: str, *, reason: str = "cancelled") -> JobState | None:
+    """End a job by request: anything but final → cancelled.
+
+    Returns:
+        ``cancelled`` when it was ended now, else the final state it is in; None: no such job.
+    """
+    job = store.tables.job
+    values = {
+        "state": JobState.CANCELLED.value,
+        "state_reason": clean(reason, 255),
+        "finished_at": clock(),
+        "lease_owner": None,
+        "active_key": None,
+    }
+
+    def work() -> JobState | None:
+        with store.transaction() as connection:
+            row = lock_job(store, connection, job_id)
+            if row is None:
+                return state_or_busy(store, connection, job_id)
+            if JobState(row["state"]).is_final:
+                return JobState(row["state"])
+            stop_running(
+                store,
+                connection,
+                row,
+                values,
+                guard=[job.c.state == row["state"], job.c.finished_at.is_(None)],
+                reason=reason,
+            )
+            return JobState.CANCELLED
+
+    return store.retrying(work)
+
+
+def _operate(
+    store: Store,
+    job_id: str,
+    guard: list[ColumnElement[bool]],
+    values: Mapping[str, Any],
+    reached: JobState,
+) -> JobState | None:
+    """Apply an operator's word; return the state reached, or the one the job is in."""
+    job = store.tables.job
+
+    def work() -> JobState | None:
+        with store.transaction() as connection:
+            change = sa.update(job).where(job.c.id == job_id, *guard).values(**values)
+            if connection.execute(change).rowcount == 1:
+                return reached
+            state = connection.execute(select(job.c.state).where(job.c.id == job_id)).scalar()
+            return None if state is None else JobState(state)
+
+    return store.retrying(work)
+
+
+def hold_waiting(store: Store, job_id: str, *, reason: str) -> JobState | None:
+    """Hold a job that waits: scheduled, queued, retry_wait → held.
+
+    Returns:
+        ``held``, or the state it is in when it does not wait; None: no such job.
+    """
+    job = store.tables.job
+    values = {
+        "state": JobState.HELD.value,
+        "state_reason": clean(reason, 255),
+        "dispatched_at": None,
+    }
+    return _operate(store, job_id, [job.c.state.in_(WAITING)], values, JobState.HELD)
+
+
+def resume(
+    store: Store,
+    job_id: str,
+    *,
+    reason: str,
+    expires_seconds: float | None = None,
+    deadline_seconds: float | None = None,
+) -> JobState | None:
+    """Run a job again: held, or final and settled → queued, with its token and its history.
+
+    Args:
+        store: the store.
+        job_id: the job.
+        reason: who says so and why.
+        expires_seconds: a new ``expires``; a past one is cleared.
+        deadline_seconds: a new deadline; a past one is cleared.
+
+    Returns:
+        ``queued``, or the state it is in when it cannot be resumed; None: no such job.
+    """
+    job = store.tables.job
+    guard = [
+        sa.or_(
+            job.c.state == JobState.HELD.value,
+            sa.and_(job.c.state.in_(FINAL), job.c.settled_at.is_not(None)),
+        )
+    ]
+    values: dict[str, Any] = {
+        "state": JobState.QUEUED.value,
+        "state_reason": clean(reason, 255),
+        "available_at": clock(),
+        "expires_at": _anew(job.c.expires_at, expires_seconds),
+        "deadline_at": _anew(job.c.deadline_at, deadline_seconds),
+        "lost_count": 0,
+        "failure_count": 0,
+        "dispatched_at": None,
+        "accepted_attempt": None,
+        "accepted_late": None,
+        "result": None,
+        "result_type": None,
+        "error_type": None,
+        "error_message": None,
+        "settled_at": None,
+        "finished_at": None,
+    }
+    return _operate(store, job_id, guard, values, JobState.QUEUED)
+
+
+def _anew(instant: Any, seconds: float | None) -> Any:
+    """Return a bound of a resumed job: the new one, else the old one if it is still to come."""
+    if seconds is not None:
+        return Later(clock(), seconds)
+    return case((instant > clock(), instant), else_=sa.null())
+
+
+def accept(
+    store: Store, job_id: str, *, reason: str, result: bytes | None, result_type: str | None
+) -> JobState | None:
+    """Accept a held job with the operator's result: held → succeeded.
+
+    Returns:
+        ``succeeded``, or the state it is in when it is not held; None: no such job.
+    """
+    job = store.tables.job
+    values = {
+        "state": JobState.SUCCEEDED.value,
+        "state_reason": clean(reason, 255),
+        "result": result,
+        "result_type": result_type,
+        "accepted_attempt": job.c.fencing_token,
+        "error_type": None,
+        "error_message": None,
+        "finished_at": clock(),
+    }
+    return _operate(store, job_id, [job.c.state == JobState.HELD.value], values, JobState.SUCCEEDED)
+
+
+def refuse(store: Store, job_id: str, *, reason: str) -> JobState | None:
+    """Give a held job up: held → failed.
+
+    Returns:
+        ``failed``, or the state it is in when it is not held; None: no such job.
+    """
+    job = store.tables.job
+    values = {
+        "state": JobState.FAILED.value,
+        "state_reason": clean(reason, 255),
+        "error_type": sa.func.coalesce(job.c.error_type, "celery_lease.exceptions.JobEnded"),
+        "error_message": sa.func.coalesce(job.c.error_message, "refused by an operator"),
+        "finished_at": clock(),
+        "active_key": None,
+    }
+    return _operate(store, job_id, [job.c.state == JobState.HELD.value], values, JobState.FAILED)

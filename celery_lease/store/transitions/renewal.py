@@ -1,0 +1,183 @@
+"""``renew`` and ``extend``: what moves the end of a lease, on the attempt rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import case, select, tuple_
+from sqlalchemy.sql.elements import ColumnElement
+
+from celery_lease.records import Held, Renewal, Renewed
+from celery_lease.states import LIVE_STATES, AttemptState
+from celery_lease.store.dialects import Later, by_primary_key, clock, unindexed
+from celery_lease.store.engine import Store
+from celery_lease.store.transitions.statements import clean
+
+
+def renew(store: Store, renewals: Sequence[Renewal]) -> Renewed:
+    """Move the expiry of all leases of a process, in one statement on the attempt rows alone.
+
+    A renewal that arrives after the expiry but before anything was done about it succeeds
+    (seed S4, B098). Rows locked by another transaction are skipped: unanswered, not lost.
+
+    Args:
+        store: the store.
+        renewals: the leases, with the progress and checkpoints that changed.
+
+    Returns:
+        Which were renewed, which are lost, and which must be asked for again.
+
+    Raises:
+        StoreUnavailable: nothing is known; the local deadline goes on running.
+    """
+    if not renewals:
+        return Renewed(frozenset(), {}, frozenset())
+    asked = {(r.lease.job_id, r.lease.fencing_token): r for r in renewals}
+    renewed = store.retrying(lambda: _renew_rows(store, renewals), tries=2)
+    missing = asked.keys() - renewed
+    lost: dict[tuple[str, int], AttemptState | None] = {}
+    unanswered: set[tuple[str, int]] = set()
+    if missing:
+        ends = store.retrying(lambda: _attempt_states(store, missing), tries=2)
+        for pair in missing:
+            state = ends.get(pair)
+            if state is not None and state.is_live:
+                unanswered.add(pair)
+            else:
+                lost[pair] = state
+    return Renewed(frozenset(renewed), lost, frozenset(unanswered))
+
+
+def _renew_rows(store: Store, renewals: Sequence[Renewal]) -> set[tuple[str, int]]:
+    attempt = store.tables.attempt
+    pairs = tuple_(attempt.c.job_id, attempt.c.fencing_token)
+    leases = [r.lease for r in renewals]
+    guard = _live_rows_of(attempt, leases)
+    # The pair as one text: PostgreSQL makes a list of (id, token) rows an OR of as many
+    # conditions, and 500 leases took it a second.
+    exactly = _pair_text(attempt).in_([_pair_key(lease) for lease in leases])
+    free = by_primary_key(
+        select(attempt.c.job_id, attempt.c.fencing_token)
+        .where(*guard, exactly)
+        .with_for_update(skip_locked=True),
+        attempt,
+    )
+    change = by_primary_key(sa.update(attempt).values(_renewal_values(attempt, renewals)), attempt)
+    if store.dialect.returning:
+        # The sub-select only keeps the UPDATE from waiting; the guards stand in both. Not as a
+        # join, which PostgreSQL makes a loop in a loop when it expects one row.
+        statement = change.where(unindexed(pairs.in_(free)), *guard).returning(
+            attempt.c.job_id, attempt.c.fencing_token
+        )
+        with store.single() as connection:
+            return {(row[0], row[1]) for row in connection.execute(statement)}
+    with store.transaction() as connection:
+        got = {(row[0], row[1]) for row in connection.execute(free)}
+        if got:
+            connection.execute(change.where(pairs.in_(sorted(got)), *guard))
+        return got
+
+
+def _live_rows_of(attempt: Any, leases: Sequence[Held]) -> list[ColumnElement[bool]]:
+    return [
+        attempt.c.job_id.in_([lease.job_id for lease in leases]),
+        attempt.c.owner.in_(sorted({lease.owner for lease in leases})),
+        unindexed(
+            attempt.c.ended_at.is_(None),
+            attempt.c.state.in_([state.value for state in LIVE_STATES]),
+        ),
+    ]
+
+
+def _pair_text(attempt: Any) -> ColumnElement[str]:
+    token = sa.cast(attempt.c.fencing_token, sa.String(20))
+    return sa.cast(attempt.c.job_id, sa.String(255)).concat(":").concat(token)
+
+
+def _pair_key(lease: Held) -> str:
+    return f"{lease.job_id}:{lease.fencing_token}"
+
+
+def _renewal_values(attempt: Any, renewals: Sequence[Renewal]) -> dict[Any, Any]:
+    values: dict[Any, Any] = {
+        attempt.c.lease_expires_at: Later(clock(), attempt.c.lease_seconds),
+        attempt.c.last_renewed_at: clock(),
+        attempt.c.renewal_count: attempt.c.renewal_count + 1,
+        attempt.c.state: AttemptState.ACTIVE.value,
+    }
+    # By job *and token*: a process that lost a job and claimed it again asks for both once.
+    for column, texts in (
+        (attempt.c.progress, [(r.lease, r.progress) for r in renewals]),
+        (attempt.c.checkpoint, [(r.lease, r.checkpoint) for r in renewals]),
+    ):
+        changed = {
+            _pair_key(lease): sa.literal(clean(text), sa.Text)
+            for lease, text in texts
+            if text is not None
+        }
+        if changed:
+            values[column] = case(changed, value=_pair_text(attempt), else_=column)
+    return values
+
+
+def _attempt_states(
+    store: Store, pairs: Iterable[tuple[str, int]]
+) -> dict[tuple[str, int], AttemptState]:
+    attempt = store.tables.attempt
+    statement = select(attempt.c.job_id, attempt.c.fencing_token, attempt.c.state).where(
+        tuple_(attempt.c.job_id, attempt.c.fencing_token).in_(sorted(pairs))
+    )
+    with store.single() as connection:
+        rows = connection.execute(statement).all()
+    return {(row[0], row[1]): AttemptState(row[2]) for row in rows}
+
+
+def extend(store: Store, *, ended_since: datetime | None) -> int:
+    """Grant the amnesty: leases that ended while no pass was made get a full lease from now.
+
+    Args:
+        store: the store.
+        ended_since: when the last completed pass ended, None when there was none.
+
+    Returns:
+        How many were extended. A lease is extended at most once between two renewals, so
+        that a dead runner is not kept for ever by passes that are always late.
+    """
+    attempt = store.tables.attempt
+    guard = [
+        attempt.c.ended_at.is_(None),
+        attempt.c.lease_expires_at < clock(),
+        sa.or_(attempt.c.extended_at.is_(None), attempt.c.extended_at < attempt.c.last_renewed_at),
+    ]
+    if ended_since is not None:
+        guard.append(attempt.c.lease_expires_at >= ended_since)
+    pairs = tuple_(attempt.c.job_id, attempt.c.fencing_token)
+    free = (
+        select(attempt.c.job_id, attempt.c.fencing_token)
+        .where(*guard)
+        .with_for_update(skip_locked=True)
+    )
+    change = by_primary_key(
+        sa.update(attempt).values(
+            {
+                attempt.c.lease_expires_at: Later(clock(), attempt.c.lease_seconds),
+                attempt.c.extended_at: clock(),
+            }
+        ),
+        attempt,
+    )
+
+    def work() -> int:
+        if store.dialect.returning:
+            with store.single() as connection:
+                return int(connection.execute(change.where(pairs.in_(free), *guard)).rowcount)
+        with store.transaction() as connection:
+            got = [(row[0], row[1]) for row in connection.execute(free)]
+            if not got:
+                return 0
+            return int(connection.execute(change.where(pairs.in_(got), *guard)).rowcount)
+
+    return store.retrying(work)

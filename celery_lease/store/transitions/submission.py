@@ -1,0 +1,172 @@
+"""``submit`` (and ``adopt`` at the claim): a job and its message become durable together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam, case, select
+from sqlalchemy.exc import IntegrityError
+
+from celery_lease.records import Message, NewJob
+from celery_lease.states import JobState
+from celery_lease.store.dialects import Later, clock, insert_if_absent
+from celery_lease.store.engine import Store
+from celery_lease.store.transitions.statements import built, clean, seconds
+
+
+def submit(store: Store, job: NewJob) -> bool:
+    """Record a job and the first version of its message; also ``adopt`` at the claim.
+
+    Returns:
+        True when the row is the caller's to publish. False: a job with this id exists, in
+        whatever state; nothing was written and nothing is to be published.
+
+    Raises:
+        StoreUnavailable: nothing is known to be written; nothing may be published.
+    """
+    tries = 0
+
+    def work() -> bool:
+        nonlocal tries
+        tries += 1
+        if _insert_job(store, job):
+            return True
+        # A repetition after a lost reply finds its own row: the same bytes, never claimed.
+        return tries > 1 and _is_own_submit(store, job)
+
+    return store.retrying(work)
+
+
+def _insert_job(store: Store, job: NewJob) -> bool:
+    parameters = _job_parameters(job) | message_parameters(job.job_id, job.message)
+    if store.dialect.writing_ctes:
+        with store.single() as connection:
+            row = connection.execute(built(store, "submit", _submit_statement), parameters).first()
+        return row is not None
+    try:
+        with store.transaction() as connection:
+            connection.execute(built(store, "submit_job", _insert_job_statement), parameters)
+            connection.execute(built(store, "submit_message", insert_message_statement), parameters)
+    except IntegrityError:
+        if _job_exists(store, job.job_id):
+            return False
+        raise
+    return True
+
+
+def _job_parameters(job: NewJob) -> dict[str, Any]:
+    return {
+        "p_id": job.job_id,
+        "p_task": job.task,
+        "p_state": (JobState.SCHEDULED if job.delay_seconds > 0 else JobState.QUEUED).value,
+        "p_delay": max(job.delay_seconds, 0.0),
+        "p_expires": job.expires_seconds,
+        "p_deadline": job.deadline_seconds,
+        "p_max_attempts": job.max_attempts,
+        "p_on_expiry": job.on_expiry.value,
+        "p_version": job.message.version,
+        "p_dispatched": 1 if job.dispatched else 0,
+        "p_submitter": clean(job.submitter, 255),
+        "p_root": clean(job.root_id, 255),
+        "p_parent": clean(job.parent_id, 255),
+        "p_group": clean(job.group_id, 255),
+        "p_queue": job.queue,
+        "p_priority": job.priority,
+    }
+
+
+def message_parameters(job_id: str, message: Message) -> dict[str, Any]:
+    """Return the parameters of ``insert_message_statement``."""
+    return {
+        "p_id": job_id,
+        "p_version": message.version,
+        "p_headers": message.headers,
+        "p_properties": message.properties,
+        "p_body": message.body,
+        "p_content_type": message.content_type,
+        "p_content_encoding": message.content_encoding,
+        "p_exchange": message.exchange,
+        "p_routing_key": message.routing_key,
+    }
+
+
+def _job_values() -> dict[str, Any]:
+    dispatched = bindparam("p_dispatched", type_=sa.Integer)
+    return {
+        "id": bindparam("p_id"),
+        "task": bindparam("p_task"),
+        "state": bindparam("p_state"),
+        "fencing_token": 0,
+        "lost_count": 0,
+        "failure_count": 0,
+        "max_attempts": bindparam("p_max_attempts"),
+        "on_expiry": bindparam("p_on_expiry"),
+        "available_at": Later(clock(), seconds("p_delay")),
+        "expires_at": Later(clock(), seconds("p_expires")),
+        "deadline_at": Later(clock(), seconds("p_deadline")),
+        "message_version": bindparam("p_version"),
+        "dispatched_at": case((dispatched == 1, clock())),
+        "dispatch_count": dispatched,
+        "submitter": bindparam("p_submitter"),
+        "root_id": bindparam("p_root"),
+        "parent_id": bindparam("p_parent"),
+        "group_id": bindparam("p_group"),
+        "queue": bindparam("p_queue"),
+        "priority": bindparam("p_priority", type_=sa.Integer),
+        "created_at": clock(),
+    }
+
+
+def _message_values() -> dict[str, Any]:
+    return {
+        "version": bindparam("p_version", type_=sa.Integer),
+        "headers": bindparam("p_headers", type_=sa.Text),
+        "properties": bindparam("p_properties", type_=sa.Text),
+        "body": bindparam("p_body", type_=sa.LargeBinary),
+        "content_type": bindparam("p_content_type", type_=sa.Text),
+        "content_encoding": bindparam("p_content_encoding", type_=sa.Text),
+        "exchange": bindparam("p_exchange", type_=sa.Text),
+        "routing_key": bindparam("p_routing_key", type_=sa.Text),
+        "created_at": clock(),
+    }
+
+
+def _insert_job_statement(store: Store) -> Any:
+    return sa.insert(store.tables.job).values(**_job_values())
+
+
+def insert_message_statement(store: Store) -> Any:
+    """Return the INSERT of one message version."""
+    return sa.insert(store.tables.message).values(job_id=bindparam("p_id"), **_message_values())
+
+
+def _submit_statement(store: Store) -> Any:
+    job, message = store.tables.job, store.tables.message
+    added = insert_if_absent(job).values(**_job_values()).returning(job.c.id).cte("added")
+    values = _message_values()
+    source = select(added.c.id, *values.values())
+    written = sa.insert(message).from_select(["job_id", *values], source)
+    return select(added.c.id).add_cte(written.returning(message.c.version).cte("written"))
+
+
+def _job_exists(store: Store, job_id: str) -> bool:
+    job = store.tables.job
+    with store.single() as connection:
+        return connection.execute(select(job.c.id).where(job.c.id == job_id)).first() is not None
+
+
+def _is_own_submit(store: Store, new: NewJob) -> bool:
+    job, message = store.tables.job, store.tables.message
+    statement = (
+        select(message.c.body)
+        .join(job, job.c.id == message.c.job_id)
+        .where(
+            job.c.id == new.job_id,
+            job.c.fencing_token == 0,
+            message.c.version == new.message.version,
+        )
+    )
+    with store.single() as connection:
+        body = connection.execute(statement).scalar()
+    return body is not None and bytes(body) == new.message.body
