@@ -237,7 +237,8 @@ GUARDS = (
         "take over: the attempt's count decides",
         "take_over",
         'not end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="taken over")',
-        'end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="taken over") and False',
+        'end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="taken over") '
+        "and False",
         "test_take_over.py",
         kinds=BOTH,
     ),
@@ -617,7 +618,8 @@ GUARDS = (
         "expire: count decides",
         "expire",
         'if end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="lease ended"):',
-        'if end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="lease ended") or True:',
+        'if end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="lease ended") '
+        "or True:",
         "test_vanished.py",
         kinds=PG,
         note="never 0 while the rows are locked: see the next",
@@ -627,7 +629,8 @@ GUARDS = (
         "expire",
         ".with_for_update(skip_locked=True) || "
         'if end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="lease ended"):',
-        ' || if end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="lease ended") or True:',
+        ' || if end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="lease ended") '
+        "or True:",
         "test_vanished.py",
         kinds=PG,
         words="renewed_while_expire",

@@ -10,19 +10,78 @@ pytest-celery's own containers; the workers stay processes, since they test this
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from pytest_celery import CeleryBackendCluster, CeleryBrokerCluster, CeleryWorkerCluster
 
-from tests.conftest import must_have
+from tests.conftest import _numbers, must_have
+from tests.support.databases import new_database
 from tests.support.nodes import LocalBackend, LocalBroker, LocalWorker
-from tests.support.servers import Valkey
+from tests.support.servers import External, Valkey
 from tests.support.workers import CeleryWorker
+from tests.worker.site import WORKER_APP, Site, open_site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+
+# --- a site with one worker, shared by all tests of this test process --------------------------
+
+
+@pytest.fixture(scope="session")
+def shared_store_url(postgresql: Any) -> Iterator[str]:
+    """A PostgreSQL database for the shared site."""
+    with new_database(postgresql.url) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def shared_site(valkey: Any, shared_store_url: str) -> Iterator[Site]:
+    """The site that the shared worker serves; nobody but a test makes passes there."""
+    url = valkey.url if isinstance(valkey, External) else valkey.url_for(next(_numbers))
+    with open_site(url, shared_store_url) as site:
+        yield site
+
+
+@pytest.fixture(scope="session")
+def shared_worker(
+    shared_site: Site, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CeleryWorker]:
+    """A prefork worker with four children."""
+    with CeleryWorker(
+        WORKER_APP,
+        name="shared",
+        concurrency=4,
+        queues="celery,other",
+        env=shared_site.worker_env(),
+        folder=tmp_path_factory.mktemp("shared"),
+        arguments=("--prefetch-multiplier", "1"),
+    ) as worker:
+        yield worker
+
+
+@pytest.fixture
+def site(shared_site: Site, shared_worker: CeleryWorker) -> Site:
+    """The shared site, with the shared worker at work."""
+    assert shared_worker.is_running, shared_worker.log()[-4000:]
+    return shared_site
+
+
+@pytest.fixture
+def make_site(redis_url: str) -> Iterator[Callable[..., Site]]:
+    """Make a site of the test's own: ``make_site(store_url, **conf)``."""
+    with ExitStack() as stack:
+
+        def make(store_url: str, **options: Any) -> Site:
+            return stack.enter_context(open_site(redis_url, store_url, **options))
+
+        yield make
+
+
+# --- pytest-celery's clusters ------------------------------------------------------------------
 
 
 @pytest.fixture
