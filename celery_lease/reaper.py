@@ -295,9 +295,7 @@ class Reaper:
                 if candidate is not None:
                     self.dispatch(candidate)
             elif vanished.state.is_final:
-                found = queries.outcome(self._store, vanished.job_id)
-                if found is not None:
-                    self.settle(*found)
+                self.settle_now(vanished.job_id)
         except PublishFailed:
             # It stays queued and undispatched, or unsettled: a pass sends it.
             return
@@ -308,6 +306,15 @@ class Reaper:
         if candidate is not None:
             try:
                 self.dispatch(candidate)
+            except PublishFailed:
+                return
+
+    def settle_now(self, job_id: str) -> None:
+        """Have Celery told a final job's outcome at once; a pass is the fallback."""
+        found = queries.outcome(self._store, job_id)
+        if found is not None:
+            try:
+                self.settle(*found)
             except PublishFailed:
                 return
 

@@ -22,6 +22,8 @@ for command in (
     reading.jobs,
     reading.show,
     reading.attempts,
+    operate.cancel,
+    operate.resume,
     operate.reap,
     operate.migrate,
     operate.settings,

@@ -1,4 +1,4 @@
-"""``reap``, ``migrate``, ``settings`` and ``demo``: what an operator runs."""
+"""What an operator runs: ``cancel``, ``resume``, ``reap``, ``migrate``, ``settings``, ``demo``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,56 @@ import click
 from celery_lease.cli import tables
 from celery_lease.cli.command import LeaseCommand, app_of, json_option
 from celery_lease.cli.output import print_json, print_table, print_text
+from celery_lease.exceptions import JobNotFound
 from celery_lease.extension import extension_of, run_pass, settings_of
 from celery_lease.settings import as_rows
-from celery_lease.store import migrations
+from celery_lease.states import JobState
+from celery_lease.store import migrations, transitions
+
+_reason = click.option("--reason", required=True, help="Who says so, and why; kept on the job.")
+
+
+@click.command(cls=LeaseCommand)
+@click.argument("job_id", metavar="JOB")
+@_reason
+@json_option
+@click.pass_context
+def cancel(ctx: click.Context, *, job_id: str, reason: str, as_json: bool) -> None:
+    """End a job that is not final yet; a running body stops at its next check()."""
+    extension = extension_of(app_of(ctx))
+    reached = transitions.cancel(extension.store, job_id, reason=reason)
+    _report(job_id, reached, JobState.CANCELLED, as_json=as_json)
+    extension.reaper().settle_now(job_id)
+
+
+@click.command(cls=LeaseCommand)
+@click.argument("job_id", metavar="JOB")
+@_reason
+@json_option
+@click.pass_context
+def resume(ctx: click.Context, *, job_id: str, reason: str, as_json: bool) -> None:
+    """Run a held or a final job again; its attempts are kept, its counts begin anew."""
+    extension = extension_of(app_of(ctx))
+    reached = transitions.resume(extension.store, job_id, reason=reason)
+    _report(job_id, reached, JobState.QUEUED, as_json=as_json)
+    extension.reaper().send_now(job_id)
+
+
+def _report(job_id: str, reached: JobState | None, wanted: JobState, *, as_json: bool) -> None:
+    """Say which state a job is in now.
+
+    Raises:
+        JobNotFound: there is no such job.
+        click.ClickException: the job is in a state in which this cannot be done.
+    """
+    if reached is None:
+        raise JobNotFound(job_id)
+    if reached is not wanted:
+        raise click.ClickException(f"job {job_id} is {reached}: nothing was changed")
+    if as_json:
+        print_json({"job": job_id, "state": reached.value})
+    else:
+        print_text([f"{job_id} is {reached}"])
 
 
 @click.command(cls=LeaseCommand)

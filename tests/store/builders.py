@@ -16,9 +16,18 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from celery_lease.records import Claimed, Delivery, Failure, Held, Message, NewJob, Renewal
+from celery_lease.records import (
+    Accepted,
+    Claimed,
+    Delivery,
+    Failure,
+    Held,
+    Message,
+    NewJob,
+    Renewal,
+)
 from celery_lease.store import transitions
-from celery_lease.store.dialects import Instant, Later
+from celery_lease.store.dialects import Instant, Later, clock
 from celery_lease.store.transitions import Again, Parting
 
 if TYPE_CHECKING:
@@ -133,7 +142,7 @@ def finished(store: Store, lease: Held, *, settled: bool = True) -> None:
     answer = transitions.complete(
         store, lease, parting(), result=b"1", result_type=JSON, settled=settled
     )
-    assert isinstance(answer, transitions.Accepted), answer
+    assert isinstance(answer, Accepted), answer
 
 
 # --- time that passes ---------------------------------------------------------------------------
@@ -179,7 +188,7 @@ def set_job(store: Store, job_id: str = "job", **values: Any) -> None:
 def store_now(store: Store) -> datetime:
     """Read the store's clock."""
     with store.single() as connection:
-        return connection.execute(sa.select(transitions.clock())).scalar_one()
+        return connection.execute(sa.select(clock())).scalar_one()
 
 
 def about(instant: datetime | None, now: datetime, *, seconds: float = 0.0) -> bool:

@@ -12,6 +12,7 @@ from celery_lease.exceptions import StoreUnavailable
 from celery_lease.records import Absent, Claimed, Held, Refused, Replay
 from celery_lease.states import AttemptState, JobState, LossCause, Refusal
 from celery_lease.store import transitions
+from celery_lease.store.dialects import clock
 from tests.store.builders import (
     JSON,
     NO_BACKOFF,
@@ -79,6 +80,22 @@ def test_a_queued_job_is_claimed_with_token_one_and_a_new_attempt(store: Store) 
     assert about(attempt["last_renewed_at"], now)
     assert attempt["worker_claimed_at"] == WORKER_NOW
     assert attempt["ended_at"] is attempt["extended_at"] is None
+
+
+def test_a_claim_moves_no_other_job(store: Store) -> None:
+    submitted(store, "job")
+    submitted(store, "other")
+
+    with changes_of(store) as changes:
+        answer = transitions.claim(store, new_delivery())
+
+    assert isinstance(answer, Claimed)
+    assert changes.keys() == {
+        "job job.state",
+        "job job.fencing_token",
+        "job job.lease_owner",
+        "attempt job 1",
+    }
 
 
 def test_the_time_in_the_queue_is_no_part_of_the_lease(store: Store) -> None:
@@ -501,9 +518,7 @@ def test_a_claim_that_waited_for_a_cancel_is_refused(store: Store) -> None:
         with in_background(lambda: transitions.claim(store, new_delivery())) as answer:
             eventually(lambda: (store_now(store) - started).total_seconds() > 0.1)
             holder.execute(
-                job.update()
-                .where(job.c.id == "job")
-                .values(state="cancelled", finished_at=transitions.clock())
+                job.update().where(job.c.id == "job").values(state="cancelled", finished_at=clock())
             )
             holder.commit()
             refused = answer()

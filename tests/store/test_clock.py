@@ -5,8 +5,12 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
+import sqlalchemy as sa
+
+from celery_lease.records import Late
 from celery_lease.states import LateOutcome, LossCause
 from celery_lease.store import queries, transitions
+from celery_lease.store.dialects import clock
 from tests.store.builders import (
     JSON,
     NO_BACKOFF,
@@ -49,7 +53,7 @@ def every_arrow(store: Store) -> set[datetime]:
     transitions.extend(store, ended_since=last.finished_at - timedelta(seconds=60))
     move_back(store, "a", seconds=31)
     transitions.expire(store, limit=9, lost_backoff=(30.0,))
-    transitions.reject(store, lease, transitions.Late(LateOutcome.SUCCEEDED, b"1", "x"))
+    transitions.reject(store, lease, Late(LateOutcome.SUCCEEDED, b"1", "x"))
     transitions.wake(store, limit=9, dispatched_grace_seconds=1)
     for found in queries.undispatched(store, limit=9):
         transitions.dispatch(store, found)
@@ -128,7 +132,7 @@ def test_a_runners_note_of_its_own_clock_is_compared_with_nothing(store: Store) 
 def test_the_clock_is_the_statements_and_not_the_transactions(store: Store) -> None:
     """A lease won after a wait would be short otherwise."""
     with store.transaction() as connection:
-        now = transitions.select(transitions.clock())
+        now = sa.select(clock())
         first = connection.execute(now).scalar_one()
         while (later := connection.execute(now).scalar_one()) == first:
             pass

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from celery_lease.store import transitions
+from celery_lease.store.dialects import clock
 from tests.store.builders import (
     ONE,
     OTHER,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from celery_lease.records import Held
     from celery_lease.store.engine import Store
 
-NOW = transitions.clock()
+NOW = clock()
 
 
 def refused(store: Store, statement: Any) -> None:
@@ -159,8 +160,6 @@ def test_a_token_is_given_once(store: Store) -> None:
     lease = running(store)
 
     refused(store, _another_attempt(store, lease, state="lost", ended_at=NOW))
-
-
 
 
 def _another_attempt(store: Store, lease: Held, **changes: Any) -> Any:

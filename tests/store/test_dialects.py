@@ -12,7 +12,7 @@ from sqlalchemy.engine import make_url
 from celery_lease.records import Accepted, Claimed
 from celery_lease.states import JobState
 from celery_lease.store import dialects, queries, transitions
-from celery_lease.store.dialects import PREPARE_THRESHOLD, Trouble
+from celery_lease.store.dialects import PREPARE_THRESHOLD, Trouble, clock
 from celery_lease.store.engine import Store
 from tests.store.builders import (
     NO_BACKOFF,
@@ -290,7 +290,7 @@ def test_an_expiry_is_in_utc_whatever_the_time_zone_of_the_session_on_mariadb(
     before = store_now(on_mariadb)
     with on_mariadb.engine.begin() as connection:
         connection.execute(sa.text("SET time_zone = '+09:00'"))
-        inside = connection.execute(sa.select(transitions.clock())).scalar_one()
+        inside = connection.execute(sa.select(clock())).scalar_one()
         connection.execute(sa.text("SET time_zone = DEFAULT"))
 
     assert abs((inside - before).total_seconds()) < 60

@@ -15,8 +15,9 @@ import sqlalchemy as sa
 import celery_lease
 from celery_lease.exceptions import SchemaMismatch, SettingError, StoreUnavailable
 from celery_lease.records import Accepted, Claimed, Renewed
-from celery_lease.states import JobState
+from celery_lease.states import JobState, LossCause
 from celery_lease.store import queries, transitions
+from celery_lease.store.dialects import Later, clock
 from celery_lease.store.engine import TRIES, RowBusy, Store, _Again
 from tests.store.builders import (
     JSON,
@@ -492,7 +493,7 @@ def test_every_transition_locks_the_job_before_its_attempt(row_store: Store, arr
     else:
         lease = expired(row_store, deadline_seconds=40.0)
     if arrow == "deadline":
-        set_job(row_store, deadline_at=transitions.Later(transitions.clock(), -1.0))
+        set_job(row_store, deadline_at=Later(clock(), -1.0))
 
     with statements_of(row_store) as seen:
         _walk(row_store, arrow, lease)
@@ -512,7 +513,7 @@ def _walk(store: Store, arrow: str, lease: Any) -> None:
         transitions.lost(
             store,
             lease,
-            cause=transitions.LossCause.LOST,
+            cause=LossCause.LOST,
             reason="x",
             lost_backoff=NO_BACKOFF,
         )
@@ -531,7 +532,7 @@ def test_no_transition_keeps_the_attempt_from_being_renewed_while_it_waits_for_t
     """The other order deadlocks with a fenced transaction that ends its own attempt."""
     lease = expired(row_store)
     if arrow == "deadline":
-        set_job(row_store, deadline_at=transitions.Later(transitions.clock(), -1.0))
+        set_job(row_store, deadline_at=Later(clock(), -1.0))
 
     with (
         holding(row_store, lock_job(row_store, read=True)) as holder,

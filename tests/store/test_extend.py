@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from celery_lease.store import queries, transitions
+from celery_lease.store.dialects import Later, clock
 from tests.store.builders import (
     NO_BACKOFF,
     ROUNDS,
@@ -142,9 +143,7 @@ def test_a_lease_that_is_renewed_while_extend_looks_at_it_is_not_extended(store:
         started = store_now(store)
         with in_background(lambda: transitions.extend(store, ended_since=None)) as answer:
             eventually(lambda: (store_now(store) - started).total_seconds() > 0.1)
-            holder.execute(
-                attempt.update().values(lease_expires_at=transitions.Later(transitions.clock(), 30))
-            )
+            holder.execute(attempt.update().values(lease_expires_at=Later(clock(), 30)))
             holder.commit()
             count = answer()
 

@@ -127,6 +127,25 @@ def test_a_job_that_was_given_on_after_it_was_seen_is_looked_at_again(
     assert rows(store)["job"]["job"]["lost_count"] == 1
 
 
+def test_a_job_that_was_released_after_it_was_seen_is_claimed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = expired(store)
+    inner = transitions.take_over
+
+    def released_first(*args: object, **kwargs: object) -> object:
+        transitions.release(store, lease, parting())
+        return inner(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transitions, "take_over", released_first)
+
+    answer = transitions.claim(store, new_delivery(owner=OTHER))
+
+    assert isinstance(answer, Claimed)
+    assert (answer.lease.fencing_token, answer.lost_count, answer.took_over) == (2, 0, None)
+    assert rows(store)["attempt"]["job", 1]["state"] == AttemptState.RELEASED
+
+
 def test_a_take_over_whose_reply_was_lost_is_recognised(
     store: Store, lose_replies: LoseReplies
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from celery_lease.exceptions import StoreUnavailable
-from celery_lease.records import Claimed, Failure, Held, Late
+from celery_lease.records import Absent, Accepted, Claimed, Failure, Held, Late
 from celery_lease.states import JobState, LateOutcome, LossCause
 from celery_lease.store import queries, transitions
 from tests.store.builders import (
@@ -138,7 +138,7 @@ def test_names_may_have_255_characters_of_any_kind(store: Store) -> None:
     assert answer.lease == Held(LONG, 1, LONG)
     assert transitions.renew(store, [renewal(answer.lease)]).renewed == {(LONG, 1)}
     done = transitions.complete(store, answer.lease, parting(), result=b"1", result_type="x")
-    assert isinstance(done, transitions.Accepted)
+    assert isinstance(done, Accepted)
     found = queries.outcome(store, LONG)
     assert found is not None
     assert (found[1].task, found[1].queue) == (LONG, LONG)
@@ -192,6 +192,6 @@ def test_a_delivery_with_an_impossible_id_is_no_outage(store: Store, job_id: str
 
     answer = outcome_of(lambda: transitions.claim(store, new_delivery(job_id)))
 
-    assert answer == transitions.Absent() or isinstance(answer, Exception)
+    assert answer == Absent() or isinstance(answer, Exception)
     assert not isinstance(answer, StoreUnavailable)
     assert job_row(store)["state"] == JobState.QUEUED

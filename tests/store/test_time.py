@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from celery_lease.records import Held, Refused, Stale
-from celery_lease.states import AttemptState, JobState, Refusal
+from celery_lease.states import AttemptState, JobState, LossCause, Refusal
 from celery_lease.store import queries, transitions
 from tests.store.builders import (
     JSON,
@@ -66,9 +66,7 @@ def test_a_retry_that_is_due_is_queued_for_dispatch(store: Store) -> None:
 
 def test_a_job_after_repeated_losses_is_queued_when_its_back_off_is_over(store: Store) -> None:
     lease = running(store)
-    transitions.lost(
-        store, lease, cause=transitions.LossCause.LOST, reason="x", lost_backoff=(60.0,)
-    )
+    transitions.lost(store, lease, cause=LossCause.LOST, reason="x", lost_backoff=(60.0,))
     assert wake(store) == []
 
     move_back(store, "job", seconds=61)

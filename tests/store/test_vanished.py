@@ -12,6 +12,7 @@ from celery_lease.exceptions import StoreUnavailable
 from celery_lease.records import Held
 from celery_lease.states import AttemptState, JobState, LossCause, OnExpiry
 from celery_lease.store import queries, transitions
+from celery_lease.store.dialects import Later, clock
 from tests.store.builders import (
     JSON,
     NO_BACKOFF,
@@ -373,8 +374,8 @@ def test_a_lease_renewed_while_expire_looks_at_it_is_not_given_on(store: Store) 
             eventually(lambda: (store_now(store) - started).total_seconds() > 0.3)
             holder.execute(
                 attempt.update().values(
-                    lease_expires_at=transitions.Later(transitions.clock(), 30),
-                    last_renewed_at=transitions.clock(),
+                    lease_expires_at=Later(clock(), 30),
+                    last_renewed_at=clock(),
                 )
             )
             holder.commit()
@@ -394,9 +395,7 @@ def test_a_lease_renewed_while_a_report_of_its_expiry_waits_is_not_given_on(stor
         started = store_now(store)
         with in_background(lambda: lost(store, lease, cause=LossCause.EXPIRED)) as answer:
             eventually(lambda: (store_now(store) - started).total_seconds() > 0.3)
-            holder.execute(
-                attempt.update().values(lease_expires_at=transitions.Later(transitions.clock(), 30))
-            )
+            holder.execute(attempt.update().values(lease_expires_at=Later(clock(), 30)))
             holder.commit()
             vanished = answer()
 

@@ -59,10 +59,12 @@ def _run(*arguments: str, app: Celery | None = None) -> Result:
 def test_the_commands_are_these():
     assert sorted(lease.commands) == [
         "attempts",
+        "cancel",
         "demo",
         "jobs",
         "migrate",
         "reap",
+        "resume",
         "settings",
         "show",
     ]
@@ -74,6 +76,8 @@ def test_the_commands_are_these():
         ("jobs",),
         ("show", "x"),
         ("attempts",),
+        ("cancel", "x", "--reason", "y"),
+        ("resume", "x", "--reason", "y"),
         ("reap",),
         ("migrate",),
         ("settings",),
@@ -94,6 +98,8 @@ def test_without_an_app_it_says_how_to_name_one(arguments: tuple[str, ...]):
         (("jobs", "--limit", "0"), "0 is not in the range"),
         (("attempts", "--limit", "many"), "is not a valid integer"),
         (("show",), "Missing argument 'JOB'"),
+        (("cancel", "x"), "Missing option '--reason'"),
+        (("resume", "x"), "Missing option '--reason'"),
         (("jobs", "--stat", "held"), "--state"),
     ],
 )

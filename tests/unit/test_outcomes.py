@@ -45,7 +45,9 @@ def validation_error() -> ValidationError:
     ],
 )
 def test_an_exception_has_a_class(
-    error: Exception, failure_class: str, retryable: bool
+    error: Exception,
+    failure_class: str,
+    retryable: bool,  # noqa: FBT001  a column of the table above
 ) -> None:
     failure = failure_of(error)
 
@@ -64,13 +66,10 @@ def test_a_built_in_exception_is_named_without_its_module() -> None:
 
 
 def test_long_texts_are_cut_to_the_start_of_the_message_and_the_end_of_the_traceback() -> None:
-    def raised() -> Exception:
-        try:
-            raise ValueError("m" * (TRACEBACK_CHARACTERS + MESSAGE_CHARACTERS))
-        except ValueError as error:
-            return error
+    with pytest.raises(ValueError, match="^m+$") as caught:
+        raise ValueError("m" * (TRACEBACK_CHARACTERS + MESSAGE_CHARACTERS))
 
-    failure = failure_of(raised())
+    failure = failure_of(caught.value)
 
     assert failure.error_message == "m" * MESSAGE_CHARACTERS
     assert failure.traceback is not None

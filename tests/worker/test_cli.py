@@ -305,6 +305,38 @@ def test_an_empty_store_has_no_jobs(store: Store, lease: Callable[..., Run]):
     assert current_revision(store) == HEAD
 
 
+# -- cancel, resume --------------------------------------------------------------------------
+
+
+def test_a_job_is_cancelled_with_its_reason_and_resumed_as_the_same_job(
+    history: Store, in_process: Callable[..., Any], lease: Callable[..., Run]
+):
+    cancelled = in_process("cancel", "running", "--reason", "wrong data, says Ada")
+    shown = in_process("show", "running")
+    resumed = in_process("resume", "running", "--reason", "data mended")
+
+    assert cancelled == {"job": "running", "state": "cancelled"}
+    assert (shown["state_reason"], shown["attempts"][0]["state"]) == (
+        "wrong data, says Ada",
+        "cancelled",
+    )
+    assert resumed == {"job": "running", "state": "queued"}
+    assert len(in_process("show", "running")["attempts"]) == 1
+
+
+def test_what_cannot_be_cancelled_or_resumed_is_left_alone_and_said(
+    history: Store, lease: Callable[..., Run]
+):
+    lease("cancel", "running", "--reason", "x")
+
+    twice = lease("resume", "running", "--reason", "x"), lease("resume", "running", "--reason", "x")
+    unknown = lease("cancel", "nobody", "--reason", "x")
+
+    assert [said.returncode for said in twice] == [0, 1]
+    assert "running is queued: nothing was changed" in twice[1].stderr
+    assert (unknown.returncode, "no job nobody" in unknown.stderr) == (1, True)
+
+
 # -- reap, migrate, settings -----------------------------------------------------------------
 
 

@@ -138,6 +138,7 @@ def _attempt_end(attempt: Any, end: End) -> Any:
 
 def end_statement(end: End) -> Callable[[Store], Any]:
     """Return what builds an end as one statement: lock, job UPDATE, attempt UPDATE."""
+
     def build(store: Store) -> Any:
         job, attempt = store.tables.job, store.tables.attempt
         locked = (
@@ -166,6 +167,7 @@ def end_statement(end: End) -> Callable[[Store], Any]:
 
 def end_job_statement(end: End) -> Callable[[Store], Any]:
     """Return what builds the job UPDATE of an end in a transaction."""
+
     def build(store: Store) -> Any:
         job = store.tables.job
         return (
@@ -179,6 +181,7 @@ def end_job_statement(end: End) -> Callable[[Store], Any]:
 
 def end_attempt_statement(end: End) -> Callable[[Store], Any]:
     """Return what builds the attempt UPDATE of an end in a transaction."""
+
     def build(store: Store) -> Any:
         attempt = store.tables.attempt
         return _attempt_end(attempt, end).where(
