@@ -66,7 +66,7 @@ def test_a_built_in_exception_is_named_without_its_module() -> None:
 
 
 def test_long_texts_are_cut_to_the_start_of_the_message_and_the_end_of_the_traceback() -> None:
-    with pytest.raises(ValueError, match="^m+$") as caught:
+    with pytest.raises(ValueError, match="mmm") as caught:
         raise ValueError("m" * (TRACEBACK_CHARACTERS + MESSAGE_CHARACTERS))
 
     failure = failure_of(caught.value)
