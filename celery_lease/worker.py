@@ -133,9 +133,13 @@ class ReaperThread:
     def tell_once(self) -> None:
         """Tell the store what has been collected; what it cannot take now is told later."""
         while self._told:
-            with self._gate():
-                self._told[0](self._extension.store)
-            self._told.popleft()
+            word = self._told.popleft()
+            try:
+                with self._gate():
+                    word(self._extension.store)
+            except StoreUnavailable:
+                self._told.appendleft(word)
+                raise
 
     def look_once(self) -> bool:
         """Make a pass if none was recorded for two intervals; tell whether one was made."""

@@ -1,0 +1,343 @@
+"""The heartbeat: what it makes of each answer, one beat at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+
+from celery_lease.exceptions import LeaseLost, StoreUnavailable
+from celery_lease.heartbeat import SETTLE_BATCH, Heartbeat
+from celery_lease.records import Renewal, Renewed
+from celery_lease.states import AttemptState
+from tests.runtime.fakes import Clock, make_lease, renewed
+from tests.support.waiting import eventually
+
+AWAY = StoreUnavailable("postgresql://x", "gone")
+
+
+class FakeStore:
+    """Answers as it is told to, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[Renewal]] = []
+        self.settled: list[list[Any]] = []
+        self.answer: Callable[[Sequence[Renewal]], Renewed] = lambda renewals: renewed(
+            *((r.lease.job_id, r.lease.fencing_token) for r in renewals)
+        )
+        self.settle_error: Exception | None = None
+
+    def renew(self, renewals: Sequence[Renewal]) -> Renewed:
+        self.asked.append(list(renewals))
+        return self.answer(renewals)
+
+    def settle(self, outcomes: Sequence[Any]) -> int:
+        if self.settle_error is not None:
+            raise self.settle_error
+        self.settled.append(list(outcomes))
+        return len(outcomes)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store() -> FakeStore:
+    return FakeStore()
+
+
+@pytest.fixture
+def heartbeat(
+    clock: Clock, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Heartbeat]:
+    """A heartbeat whose thread never starts: the test beats."""
+    made = Heartbeat(
+        renew=store.renew,
+        settle=store.settle,
+        worker="w",
+        monotonic=clock,
+        random=lambda: 0.5,
+    )
+    monkeypatch.setattr(made, "_start", lambda: None)
+    yield made
+    made.stop()
+
+
+def test_all_leases_are_renewed_in_one_statement(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    leases = [make_lease(clock, f"job{n}") for n in range(5)]
+    for lease in leases:
+        heartbeat.add(lease)
+    clock.move(10)
+
+    heartbeat.beat_once()
+
+    assert len(store.asked) == 1
+    assert len(store.asked[0]) == 5
+    assert {lease.surely_ended_at for lease in leases} == {clock() + 30}
+
+
+def test_nothing_is_asked_without_a_lease(heartbeat: Heartbeat, store: FakeStore) -> None:
+    heartbeat.beat_once()
+
+    assert store.asked == []
+
+
+def test_the_deadline_counts_from_the_send(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    lease = make_lease(clock)
+    heartbeat.add(lease)
+    sent_at = clock()
+
+    def slow(renewals: Sequence[Renewal]) -> Renewed:
+        clock.move(7)
+        return renewed(("job", 1))
+
+    store.answer = slow
+    heartbeat.beat_once()
+
+    assert lease.surely_ended_at == sent_at + 30
+
+
+def test_progress_and_checkpoint_ride_along(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    lease = make_lease(clock)
+    heartbeat.add(lease)
+    lease.progress(3)
+    lease.checkpoint([1])
+
+    heartbeat.beat_once()
+    heartbeat.beat_once()
+
+    [[first], [second]] = store.asked
+    assert (first.progress, first.checkpoint) == ('{"done":3,"total":null}', "[1]")
+    assert (second.progress, second.checkpoint) == (None, None)
+
+
+def test_a_lost_lease_is_told_to_its_body_and_not_asked_for_again(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    lease = make_lease(clock)
+    heartbeat.add(lease)
+    store.answer = lambda _: Renewed(frozenset(), {("job", 1): AttemptState.EXPIRED}, frozenset())
+
+    heartbeat.beat_once()
+    heartbeat.beat_once()
+
+    assert lease.lost
+    with pytest.raises(LeaseLost, match="the attempt is expired"):
+        lease.check()
+    assert len(store.asked) == 1
+
+
+def test_a_loss_that_arrives_late_cannot_hit_the_next_job_of_the_process(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    first = make_lease(clock, "job", 1)
+    heartbeat.add(first)
+    second = make_lease(clock, "job", 2)
+    other = make_lease(clock, "other", 1)
+
+    def meanwhile(_: Sequence[Renewal]) -> Renewed:
+        # The body ended, and the process runs the same job again, and another one.
+        heartbeat.remove(first)
+        heartbeat.add(second)
+        heartbeat.add(other)
+        return Renewed(frozenset(), {("job", 1): AttemptState.COMPLETED}, frozenset())
+
+    store.answer = meanwhile
+    heartbeat.beat_once()
+
+    assert not first.lost
+    assert not second.lost
+    assert not other.lost
+
+
+def test_a_renewal_that_arrives_after_the_end_moves_nothing(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    lease = make_lease(clock)
+    heartbeat.add(lease)
+    end = lease.surely_ended_at
+    clock.move(5)
+
+    def meanwhile(_: Sequence[Renewal]) -> Renewed:
+        heartbeat.remove(lease)
+        return renewed(("job", 1))
+
+    store.answer = meanwhile
+    heartbeat.beat_once()
+
+    assert lease.surely_ended_at == end
+
+
+@pytest.mark.parametrize("how", ["unanswered", "store away"])
+def test_what_was_not_answered_is_no_loss_and_its_reports_are_kept(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock, how: str
+) -> None:
+    lease = make_lease(clock)
+    heartbeat.add(lease)
+    lease.checkpoint({"page": 1})
+    end = lease.surely_ended_at
+
+    def none(_: Sequence[Renewal]) -> Renewed:
+        if how == "store away":
+            raise AWAY
+        return Renewed(frozenset(), {}, frozenset({("job", 1)}))
+
+    answer, store.answer = store.answer, none
+    clock.move(10)
+    heartbeat.beat_once()
+
+    assert not lease.lost
+    assert lease.surely_ended_at == end
+    # It is asked for again long before the next regular beat.
+    assert heartbeat._next_beat is not None
+    assert heartbeat._next_beat - clock() < 1
+
+    store.answer = answer
+    heartbeat.beat_once()
+    assert store.asked[-1][0].checkpoint == '{"page":1}'
+    assert lease.surely_ended_at == clock() + 30
+
+
+def test_a_lease_that_left_during_an_unanswered_beat_is_forgotten(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    lease = make_lease(clock)
+    heartbeat.add(lease)
+
+    def meanwhile(_: Sequence[Renewal]) -> Renewed:
+        heartbeat.remove(lease)
+        raise AWAY
+
+    store.answer = meanwhile
+    heartbeat.beat_once()
+
+    assert heartbeat._next_beat is None
+
+
+def test_a_silent_store_ends_the_lease_by_the_clock_alone(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    lease = make_lease(clock, seconds=30)
+    heartbeat.add(lease)
+
+    def away(_: Sequence[Renewal]) -> Renewed:
+        raise AWAY
+
+    store.answer = away
+    for _ in range(3):
+        clock.move(10)
+        heartbeat.beat_once()
+
+    assert lease.lost
+
+
+def test_beats_are_a_third_of_a_lease_apart(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    heartbeat.add(make_lease(clock, "long", seconds=300))
+    heartbeat.add(make_lease(clock, "short", seconds=30))
+
+    assert heartbeat._next_beat == clock() + 10
+    heartbeat.beat_once()
+    assert heartbeat._next_beat == clock() + 10
+
+
+def test_a_checkpoint_is_written_soon(heartbeat: Heartbeat, clock: Clock) -> None:
+    heartbeat.add(make_lease(clock, seconds=300))
+
+    heartbeat.beat_soon()
+
+    assert heartbeat._next_beat == clock() + 1
+
+
+# --- settling -----------------------------------------------------------------------------------
+
+
+def outcome(number: int) -> tuple[str, int, datetime]:
+    return f"job{number}", 1, datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def test_outcomes_are_settled_in_one_statement(heartbeat: Heartbeat, store: FakeStore) -> None:
+    for number in range(10):
+        heartbeat.settle_later(outcome(number))
+
+    heartbeat.settle_once()
+    heartbeat.settle_once()
+
+    assert store.settled == [[outcome(number) for number in range(10)]]
+
+
+def test_a_batch_has_a_size_and_the_rest_follows_at_once(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    for number in range(SETTLE_BATCH + 3):
+        heartbeat.settle_later(outcome(number))
+
+    heartbeat.settle_once()
+    assert heartbeat._next_settle == clock()
+    heartbeat.settle_once()
+
+    assert [len(batch) for batch in store.settled] == [SETTLE_BATCH, 3]
+
+
+def test_what_the_store_did_not_take_is_settled_later(
+    heartbeat: Heartbeat, store: FakeStore
+) -> None:
+    store.settle_error = AWAY
+    heartbeat.settle_later(outcome(1))
+    heartbeat.settle_once()
+    heartbeat.settle_later(outcome(2))
+
+    store.settle_error = None
+    heartbeat.settle_once()
+
+    assert store.settled == [[outcome(1), outcome(2)]]
+
+
+# --- the thread ---------------------------------------------------------------------------------
+
+
+def test_the_thread_beats_goes_on_after_an_error_and_settles_before_it_ends() -> None:
+    store = FakeStore()
+    clock = Clock()
+    failures = iter([RuntimeError("a bug")])
+    good = store.answer
+
+    def once_wrong(renewals: Sequence[Renewal]) -> Renewed:
+        for error in failures:
+            raise error
+        return good(renewals)
+
+    store.answer = once_wrong
+    heartbeat = Heartbeat(renew=store.renew, settle=store.settle, worker="w")
+    lease = make_lease(clock, seconds=0.3)
+
+    heartbeat.add(lease)
+
+    eventually(lambda: len(store.asked) >= 3)
+    names = [thread.name for thread in threading.enumerate()]
+    assert "celery-lease-heartbeat" in names
+    heartbeat.remove(lease)
+    heartbeat.settle_later(outcome(1))
+    heartbeat.stop()
+    assert store.settled == [[outcome(1)]]
+    assert heartbeat._thread is not None
+    assert not heartbeat._thread.is_alive()
+
+
+def test_no_thread_runs_before_the_first_lease() -> None:
+    heartbeat = Heartbeat(renew=lambda _: renewed(), settle=len, worker="w")
+
+    assert heartbeat._thread is None
+    heartbeat.stop()

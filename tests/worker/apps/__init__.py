@@ -1,0 +1,1 @@
+"""The apps that the workers of these tests run."""
