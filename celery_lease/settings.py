@@ -686,8 +686,8 @@ SETTINGS: tuple[Setting, ...] = (
         default=30.0,
         kind=_DURATION,
         summary="How long a final job may be without confirmed Celery bookkeeping before it is "
-        "replayed: shorter repairs results and callbacks sooner, longer replays fewer that were "
-        "under way.",
+        "replayed: shorter repairs results and callbacks sooner, but below some seconds a busy "
+        "machine has callbacks sent twice, for settling is written in batches a second apart.",
     ),
     Setting(
         name="lease_claim_timeout",
