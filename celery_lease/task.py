@@ -455,8 +455,10 @@ class _Attempt:
         if self._lease.ended_by is not None:
             raise Ignore(f"this attempt has ended already: {self._lease.ended_by}") from error
         answer = self._fail(error, settled=False)
-        if answer.finished_at is not None:
-            self._delivery.settle_after(self._lease.fencing_token, answer.finished_at)
+        if answer.finished_at is None:
+            # It was accepted, and an operator has resumed the job since: it is not its outcome.
+            raise Ignore("this failure is no longer the job's outcome") from error
+        self._delivery.settle_after(self._lease.fencing_token, answer.finished_at)
 
     def _fail(self, error: BaseException, *, settled: bool) -> Accepted:
         failure = failure_of(error)

@@ -79,7 +79,10 @@ def create_app(folder: Path, broker: str | None) -> Celery:
 def _add_tasks(app: Celery, folder: Path) -> None:
     root = library_root()
 
-    @app.task(base=LeasedTask, bind=True, name=INDEX)  # type: ignore[untyped-decorator]
+    # Not shared: Celery would give them to every other app of the process.
+    @app.task(  # type: ignore[untyped-decorator]
+        base=LeasedTask, bind=True, name=INDEX, shared=False
+    )
     def index(self: LeasedTask, files: list[str], stop_at: str | None = None) -> dict[str, Any]:
         """Index a package; a later attempt goes on from the last checkpoint."""
         totals = Totals.from_json(self.lease.last_checkpoint)
@@ -93,7 +96,7 @@ def _add_tasks(app: Celery, folder: Path) -> None:
         return totals.as_json()
 
     @app.task(  # type: ignore[untyped-decorator]
-        base=LeasedTask, bind=True, name=INDEX_TO_THE_END, lease_interrupt=False
+        base=LeasedTask, bind=True, name=INDEX_TO_THE_END, lease_interrupt=False, shared=False
     )
     def index_to_the_end(self: LeasedTask, files: list[str]) -> dict[str, Any]:
         """Index a package, deaf after its last check: what a zombie is made of."""

@@ -350,8 +350,8 @@ GUARDS = (
         "job.c.state == JobState.RUNNING.value,",
         "",
         "test_finish.py",
-        kinds=BOTH,
-        note="owner is null unless running (CHECK), so state and owner go together",
+        words="-",
+        note="only a running job has an owner (CHECK), and the owner is asked for: equivalent",
     ),
     Guard(
         "mine: token",
@@ -387,10 +387,12 @@ GUARDS = (
     Guard(
         "end: live attempt",
         "live_attempt",
-        'attempt.c.fencing_token == bindparam("p_token")',
-        "sa.true()",
-        "test_finish.py test_operators.py test_claim.py",
+        'attempt.c.fencing_token == bindparam("p_token"), || '
+        "unindexed(attempt.c.ended_at.is_(None)),",
+        " || ",
+        "test_finish.py",
         kinds=BOTH,
+        note="a job has one live attempt, the one with its token (invariant): both go",
     ),
     Guard(
         "end: attempt not ended, owner",
@@ -596,13 +598,12 @@ GUARDS = (
         "test_vanished.py",
     ),
     Guard(
-        "expire: expiry in both",
+        "expire: expiry in the sub-select",
         "expire",
         "attempt.c.lease_expires_at < clock(),",
         "",
         "test_vanished.py",
-        note="the UPDATE's own still holds: what shows is the limit, filled with live leases",
-        words="limit or left_alone",
+        note="the UPDATE's own still decides: what shows is a batch full of live leases",
     ),
     Guard(
         "expire: no lock, expiry only in the sub-select",
@@ -613,16 +614,6 @@ GUARDS = (
         words="renewed_while_expire",
         kinds=PG,
         note="three live leases were expired this way (design, section 4)",
-    ),
-    Guard(
-        "expire: count decides",
-        "expire",
-        'if end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="lease ended"):',
-        'if end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="lease ended") '
-        "or True:",
-        "test_vanished.py",
-        kinds=PG,
-        note="never 0 while the rows are locked: see the next",
     ),
     Guard(
         "expire: count decides, without the lock",
@@ -636,19 +627,15 @@ GUARDS = (
         words="renewed_while_expire",
     ),
     Guard(
-        "expire: live",
-        "expire",
-        "attempt.c.ended_at.is_(None),",
-        "",
+        "expire: the present attempt, in both",
+        "expire expire end_lost",
+        "attempt.c.job_id == job.c.id, attempt.c.fencing_token == job.c.fencing_token || "
+        "attempt.c.ended_at.is_(None), || attempt.c.lease_expires_at < clock()",
+        "attempt.c.job_id == job.c.id ||  || sa.true()",
         "test_vanished.py",
-        note="running implies a live attempt (invariant): state and liveness go together",
-    ),
-    Guard(
-        "expire: token",
-        "expire",
-        "attempt.c.job_id == job.c.id, attempt.c.fencing_token == job.c.fencing_token",
-        "attempt.c.job_id == job.c.id, attempt.c.fencing_token >= 0",
-        "test_vanished.py",
+        words="left_alone",
+        note="running implies one live attempt, with the job's token, and the UPDATE says both "
+        "again: token, liveness and the UPDATE's expiry go together",
     ),
     Guard("expire: limit", "expire", ".limit(limit)", "", "test_vanished.py"),
     Guard("expire: skip", "expire", "if skip:", "if False:", "test_vanished.py"),

@@ -265,6 +265,8 @@ def test_renewals_find_their_rows_by_the_primary_key_on_mariadb(on_mariadb: Stor
     plans = [s for s in seen if on_mariadb.tables.attempt.name in s[0]]
     assert len(plans) == 2
     for statement, parameters in plans:
+        # Said, and not left to what the planner makes of three rows.
+        assert "FORCE INDEX (PRIMARY)" in statement
         with on_mariadb.single() as connection:
             plan = connection.exec_driver_sql(f"EXPLAIN {statement}", parameters).mappings().one()
         assert plan["key"] == "PRIMARY"

@@ -172,6 +172,7 @@ def test_a_settled_or_unfinished_job_is_not_replayed(store: Store) -> None:
 def test_a_message_that_did_not_leave_is_left_to_the_reaper(store: Store) -> None:
     """B124."""
     submitted(store, dispatched=True)
+    submitted(store, "other", dispatched=True)
 
     with changes_of(store) as changes:
         answer = transitions.undispatch(store, "job", dispatch_count=1)

@@ -159,6 +159,31 @@ def test_an_end_by_another_process_is_stale_and_changes_nothing(store: Store, en
 
 
 @each_end
+def test_an_end_changes_no_other_job_and_no_earlier_attempt(store: Store, end: End) -> None:
+    """Both by the same process; one under the same token, one of the same job."""
+    other = running(store, "other")
+    earlier = running(store)
+    transitions.release(store, earlier, parting("earlier"))
+    lease = claimed(store)
+    before = job_row(store, "other"), attempt_row(store, other), attempt_row(store, earlier)
+    same_token = running(store, "same token")
+    transitions.release(store, same_token, parting())
+    claimed(store, "same token")
+
+    with changes_of(store) as changes:
+        answer = end.call(store, lease)
+
+    assert isinstance(answer, Accepted)
+    touched = {name.partition(".")[0] for name in changes}
+    assert touched <= {"job job", "attempt job 2", "message job 2"}
+    assert before == (
+        job_row(store, "other"),
+        attempt_row(store, other),
+        attempt_row(store, earlier),
+    )
+
+
+@each_end
 def test_an_end_of_a_job_without_a_row_is_stale(store: Store, end: End) -> None:
     running(store, "another")
 
@@ -336,6 +361,15 @@ def test_a_completion_of_a_lease_that_had_ended_is_marked_late(store: Store) -> 
 
     assert job_row(store, "in time")["accepted_late"] is False
     assert job_row(store, "late")["accepted_late"] is True
+
+
+def test_an_earlier_attempt_that_expired_makes_no_completion_late(store: Store) -> None:
+    expired(store)
+    transitions.expire(store, limit=9, lost_backoff=NO_BACKOFF)
+
+    complete(store, claimed(store))
+
+    assert job_row(store)["accepted_late"] is False
 
 
 def test_a_completion_without_anybody_to_tell_is_settled_at_once(store: Store) -> None:
@@ -549,6 +583,7 @@ def replaced_away(store: Store) -> Held:
 
 def test_a_job_whose_canvas_reaches_the_task_with_its_id_goes_on(store: Store) -> None:
     lease = replaced_away(store)
+    transitions.replace_away(store, running(store, "other"), parting("replaced"))
 
     with changes_of(store) as changes:
         answer = transitions.reopen(store, "job", again(task="app.last", dispatched=False))

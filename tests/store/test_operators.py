@@ -105,6 +105,7 @@ def test_a_job_that_does_not_run_is_cancelled(store: Store, state: JobState) -> 
 
 def test_a_running_job_is_cancelled_together_with_its_attempt(store: Store) -> None:
     lease = running(store)
+    running(store, "other")
     now = store_now(store)
 
     with changes_of(store) as changes:

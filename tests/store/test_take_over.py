@@ -11,6 +11,7 @@ import pytest
 from celery_lease.records import Accepted, Claimed, Held, Refused, Renewed, Stale
 from celery_lease.states import AttemptState, JobState, LossCause, OnExpiry, Refusal
 from celery_lease.store import transitions
+from celery_lease.store.transitions import claiming
 from tests.store.builders import (
     JSON,
     NO_BACKOFF,
@@ -96,7 +97,7 @@ def test_a_lease_renewed_after_it_was_seen_as_ended_is_not_taken_over(
         transitions.renew(store, [renewal(lease)])
         return inner(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(transitions, "take_over", renewed_first)
+    monkeypatch.setattr(claiming, "take_over", renewed_first)
 
     answer = transitions.claim(store, new_delivery(owner=OTHER))
 
@@ -114,12 +115,12 @@ def test_a_job_that_was_given_on_after_it_was_seen_is_looked_at_again(
     inner = transitions.take_over
 
     def another_first(*args: object, **kwargs: object) -> object:
-        monkeypatch.setattr(transitions, "take_over", inner)
+        monkeypatch.setattr(claiming, "take_over", inner)
         transitions.expire(store, limit=9, lost_backoff=NO_BACKOFF)
         claimed(store, owner="third")
         return inner(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(transitions, "take_over", another_first)
+    monkeypatch.setattr(claiming, "take_over", another_first)
 
     answer = transitions.claim(store, new_delivery(owner=OTHER))
 
@@ -137,7 +138,7 @@ def test_a_job_that_was_released_after_it_was_seen_is_claimed(
         transitions.release(store, lease, parting())
         return inner(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(transitions, "take_over", released_first)
+    monkeypatch.setattr(claiming, "take_over", released_first)
 
     answer = transitions.claim(store, new_delivery(owner=OTHER))
 

@@ -9,6 +9,7 @@ import pytest
 from celery_lease.records import Held, Refused, Stale
 from celery_lease.states import AttemptState, JobState, LossCause, Refusal
 from celery_lease.store import queries, transitions
+from celery_lease.store.transitions import timing
 from tests.store.builders import (
     JSON,
     NO_BACKOFF,
@@ -33,6 +34,8 @@ from tests.store.builders import (
 )
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from celery_lease.store.engine import Store
 
 
@@ -294,6 +297,25 @@ def test_a_held_job_past_its_deadline_is_only_marked_overdue(store: Store) -> No
 
     assert moved == []
     assert changes == {"job job.state_reason": "overdue"}
+
+
+def test_nothing_but_a_held_job_is_marked_overdue(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even for a moment: the pass dies between its two batches."""
+    submitted(store, "waiting", deadline_seconds=10.0)
+    running(store, "running", deadline_seconds=10.0)
+    for name in ("waiting", "running"):
+        move_back(store, name, seconds=11)
+    batches = iter([timing._move_batch])
+
+    def die_after_the_first(*args: Any, **kwargs: Any) -> Any:
+        return next(batches)(*args, **kwargs)
+
+    monkeypatch.setattr(timing, "_move_batch", die_after_the_first)
+
+    with nothing_changes(store), pytest.raises(StopIteration):
+        transitions.pass_deadline(store, limit=9)
 
 
 def test_jobs_before_their_deadline_without_one_or_final_are_left_alone(store: Store) -> None:

@@ -311,6 +311,29 @@ def test_a_batch_has_a_limit_and_leaves_the_rest_to_the_next(store: Store) -> No
     assert sizes == [2, 2, 1, 0]
 
 
+def test_live_leases_do_not_fill_a_batch(store: Store) -> None:
+    for number in range(6):
+        running(store, f"live{number}")
+    expired(store, "middle")
+    for number in range(6):
+        running(store, f"more{number}")
+
+    assert [one.job_id for one in expire(store, limit=1)] == ["middle"]
+
+
+def test_a_job_whose_earlier_attempt_expired_is_left_alone_while_its_present_one_lives(
+    store: Store,
+) -> None:
+    expired(store)
+    expire(store)
+    claimed(store)
+
+    with nothing_changes(store):
+        answers = expire(store)
+
+    assert answers == []
+
+
 def test_jobs_that_were_tried_already_are_skipped(store: Store) -> None:
     expired(store, "tried")
     expired(store, "new")

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 from contextlib import contextmanager
-from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 
 _SERVERS: tuple[type[Server], ...] = (Valkey, PostgreSQL, MariaDB, RabbitMQ, PgBouncer)
 # What single tests need besides: a package, and a file by which it is known to be there.
-_TOOLS = {"libfaketime": "/usr/lib/*/faketime/libfaketime.so.1"}
+_TOOLS = {"libfaketime": "*/faketime/libfaketime.so.1"}
+_LIBRARIES = Path("/usr/lib")
 # Asked by every Debian package before it starts its service; 101 means: do not.
 _POLICY = Path("/usr/sbin/policy-rc.d")
 
@@ -32,7 +32,7 @@ _POLICY = Path("/usr/sbin/policy-rc.d")
 def main() -> None:
     """Install what is missing, if we may; report what is still missing."""
     wanted = [package for server in _missing() for package in server.packages]
-    wanted += [package for package, files in _TOOLS.items() if not glob(files)]
+    wanted += [package for package, files in _TOOLS.items() if not any(_LIBRARIES.glob(files))]
     if wanted and (reason := _hands_off()) is None:
         print(f"installing the servers that the tests use: {' '.join(wanted)}", flush=True)
         _install(wanted)

@@ -327,13 +327,13 @@ def test_a_job_is_cancelled_with_its_reason_and_resumed_as_the_same_job(
 def test_what_cannot_be_cancelled_or_resumed_is_left_alone_and_said(
     history: Store, lease: Callable[..., Run]
 ):
-    lease("cancel", "running", "--reason", "x")
-
-    twice = lease("resume", "running", "--reason", "x"), lease("resume", "running", "--reason", "x")
+    over = lease("cancel", "taken-over", "--reason", "x")
+    going_on = lease("resume", "running", "--reason", "x")
     unknown = lease("cancel", "nobody", "--reason", "x")
 
-    assert [said.returncode for said in twice] == [0, 1]
-    assert "running is queued: nothing was changed" in twice[1].stderr
+    assert (over.returncode, going_on.returncode) == (1, 1)
+    assert "taken-over is succeeded: nothing was changed" in over.stderr
+    assert "running is running: nothing was changed" in going_on.stderr
     assert (unknown.returncode, "no job nobody" in unknown.stderr) == (1, True)
 
 

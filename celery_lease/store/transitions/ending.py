@@ -137,7 +137,7 @@ def _try_finish(
 def _own_end(store: Store, lease: Held, end: End, parameters: Mapping[str, Any]) -> FinishAnswer:
     job, attempt = store.tables.job, store.tables.attempt
     statement = (
-        select(attempt.c.state, attempt.c.stop_reason, job.c.finished_at, job.c.fencing_token)
+        select(attempt.c.state, attempt.c.stop_reason, job.c.finished_at, job.c.accepted_attempt)
         .join(job, job.c.id == attempt.c.job_id)
         .where(
             attempt.c.job_id == lease.job_id,
@@ -152,7 +152,10 @@ def _own_end(store: Store, lease: Held, end: End, parameters: Mapping[str, Any])
     state = AttemptState(row["state"])
     # The reason too: fail and hold both leave the attempt failed.
     if state is end.attempt_state and row["stop_reason"] == parameters["p_reason"]:
-        finished = row["finished_at"] if row["fencing_token"] == lease.fencing_token else None
+        # Still the job's outcome? It may have been resumed, and ended otherwise, meanwhile:
+        # what another end would be told of must not be published.
+        mine = row["accepted_attempt"] == lease.fencing_token
+        finished = row["finished_at"] if mine else None
         return Accepted(finished, float(parameters.get("p_delay", 0.0)))
     if state.is_live:
         raise RowBusy(f"the row of job {lease.job_id} is locked by another transaction")
