@@ -97,7 +97,7 @@ WIDE = {
     "time for two": Bounds(2, 1, Left(bound=1, give_back=1), bodies=("ok", "retry"),
                            start="delay"),
 }  # fmt: skip
-"""Explored with CELERY_LEASE_LONG=1."""
+"""Explored by ``make long``."""
 
 TOO_WIDE = {
     "a slow runner, two words": Bounds(

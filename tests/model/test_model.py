@@ -11,7 +11,6 @@ from tests.model.bounds import SCENARIOS, WIDE
 from tests.model.explore import explore, spelled
 from tests.model.rules import ALL, NAMES
 from tests.model.switches import SWITCHES
-from tests.store.builders import LONG
 
 ALL_SCENARIOS = {**SCENARIOS, **WIDE}
 
@@ -33,8 +32,9 @@ def test_every_invariant_holds_and_an_end_is_reachable(name: str) -> None:
     holds(name)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", WIDE if LONG else [], ids=str)
+@pytest.mark.parametrize("name", WIDE, ids=str)
 def test_the_same_within_wider_bounds(name: str) -> None:
     holds(name)
 

@@ -96,7 +96,7 @@ def test_the_store_refuses_the_counter_example(store: Store, switch: str) -> Non
     _replay(store, Trace(SWITCHES[switch].scenario, [*way, sound]), bounds)
 
 
-@pytest.mark.skipif(not LONG, reason="explores every scenario: CELERY_LEASE_LONG=1")
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_kept_traces_are_those_of_the_model() -> None:
     assert kept() == cover(SCENARIOS), "write them anew: python -m tests.model.sample"
