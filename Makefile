@@ -39,6 +39,7 @@ test: $(TEST) ## the tests (ARGS="-k expire -x" goes to pytest)
 long: $(TEST) ## the tests that take minutes
 	@$(VENV)/bin/python -m tests.support.prepare
 	$(VENV)/bin/python -m pytest -n $(JOBS) -m long $(ARGS)
+	CELERY_LEASE_LONG=1 $(VENV)/bin/python -m pytest -n $(JOBS) -m "not long" tests/store tests/model $(ARGS)
 
 lint: lint-ruff lint-format lint-types lint-imports lint-changes docs wheel ## all checks that run no test
 
