@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 import sqlalchemy as sa
+from celery import VERSION
 from kombu.utils.encoding import bytes_to_str
 
 from celery_lease.extension import extension_of
@@ -30,6 +31,9 @@ TERMINAL = ("succeeded", "failed", "cancelled", "interrupted")
 
 #: Short, so that a test of an outage does not wait for kombu's own patience.
 PUBLISH_RETRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0.1, "interval_max": 0.1}
+
+#: (major, minor) of the Celery that runs.
+celery_version = (VERSION.major, VERSION.minor)
 
 _tags = itertools.count(1)
 
