@@ -499,10 +499,11 @@ class BrokerPublisher:
         headers[DISPATCH_HEADER] = dispatch_key(
             candidate.job_id, message.version, candidate.dispatch_count + 1, replay=replay
         )
-        if replay:
-            # A settlement is not limited by ``expires``: a worker would discard it.
+        if replay or candidate.expires_seconds is None:
+            # A settlement is not limited by ``expires``, nor is a job that started in time and
+            # lost its runner: a worker would discard the message.
             headers["expires"] = None
-        elif candidate.expires_seconds is not None:
+        else:
             properties["expiration"] = max(candidate.expires_seconds, 0.0)
         policy = dict(self._app.conf.task_publish_retry_policy)
         policy["max_retries"] = min(policy.get("max_retries") or 1, 1)

@@ -170,13 +170,6 @@ GUARDS = (
         "test_take_over.py",
     ),
     Guard(
-        "claim: past its expires it is not taken over",
-        "_refused_running",
-        'or seen["is_expired"]',
-        "",
-        "test_take_over.py",
-    ),
-    Guard(
         "claim: not due goes back to the reaper",
         "_refused_waiting",
         'undispatch(store, delivery.job_id, dispatch_count=seen["dispatch_count"])',

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from celery_lease.records import Held, Refused, Stale
+from celery_lease.records import Claimed, Held, Refused, Stale
 from celery_lease.states import AttemptState, JobState, LossCause, Refusal
 from celery_lease.store import queries, transitions
 from celery_lease.store.transitions import timing
@@ -207,6 +207,23 @@ def test_a_job_that_has_started_is_not_touched_by_its_expires(store: Store) -> N
         moved = transitions.expire_unstarted(store, limit=9)
 
     assert moved == []
+
+
+@pytest.mark.parametrize("end", ["lost", "released"])
+def test_a_job_that_started_in_time_runs_again_past_its_expires(store: Store, end: str) -> None:
+    """``expires`` limits the start only: a vanished runner must not lose the job."""
+    lease = running(store, expires_seconds=10.0)
+    move_back(store, "job", seconds=60)
+    if end == "released":
+        transitions.release(store, lease, parting())
+    else:
+        transitions.expire(store, limit=9, lost_backoff=NO_BACKOFF)
+
+    cancelled = transitions.expire_unstarted(store, limit=9)
+
+    assert cancelled == []
+    assert [one.expires_seconds for one in queries.undispatched(store, limit=9)] == [None]
+    assert isinstance(transitions.claim(store, new_delivery()), Claimed)
 
 
 def test_a_batch_of_expired_jobs_has_a_limit(store: Store) -> None:

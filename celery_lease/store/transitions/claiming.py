@@ -127,8 +127,9 @@ def _why_not(store: Store, delivery: Delivery, lost_backoff: Sequence[float]) ->
 def _refused_running(
     store: Store, delivery: Delivery, seen: RowMapping, lost_backoff: Sequence[float]
 ) -> ClaimAnswer:
-    # Past its deadline or its ``expires`` it is the reaper's to end, not to run again.
-    if not seen["lease_over"] or seen["is_overdue"] or seen["is_expired"]:
+    # Past its deadline it is the reaper's to end, not to run again. ``expires`` limits the
+    # start only, and it has started.
+    if not seen["lease_over"] or seen["is_overdue"]:
         return Refused(Refusal.RUNNING, JobState.RUNNING, seen["lease_owner"])
     return take_over(store, delivery, ended_token=seen["fencing_token"], lost_backoff=lost_backoff)
 

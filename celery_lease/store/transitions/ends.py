@@ -79,6 +79,12 @@ def _again_values(store: Store) -> dict[Any, Any]:
     }
 
 
+def _release_values(store: Store) -> dict[Any, Any]:
+    job = store.tables.job
+    # It has started in time: ``expires`` limits the start only (design, section 3).
+    return _again_values(store) | {job.c.expires_at: sa.null()}
+
+
 def _retry_values(store: Store) -> dict[Any, Any]:
     job = store.tables.job
     return _again_values(store) | {
@@ -114,7 +120,7 @@ REPLACED_AWAY = End("replaced_away", AttemptState.REPLACED, _complete_values)
 FAIL = End("fail", AttemptState.FAILED, _fail_values)
 RETRY = End("retry_later", AttemptState.RETRIED, _retry_values)
 REPLACE = End("replace", AttemptState.REPLACED, replace_values)
-RELEASE = End("release", AttemptState.RELEASED, _again_values)
+RELEASE = End("release", AttemptState.RELEASED, _release_values)
 HOLD = End("hold", AttemptState.FAILED, _hold_values)
 
 

@@ -85,6 +85,8 @@ def apply_loss(
         "lost_count": count,
         "lease_owner": None,
         "available_at": Later(clock(), decision.delay_seconds),
+        # It has started in time: ``expires`` limits the start only (design, section 3).
+        "expires_at": None,
         "dispatched_at": None,
     }
     if decision.state.is_final:
