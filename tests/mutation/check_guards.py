@@ -630,6 +630,14 @@ GUARDS = (
         note="running implies one live attempt, with the job's token, and the UPDATE says both "
         "again: token, liveness and the UPDATE's expiry go together",
     ),
+    Guard(
+        "lost: started in time",
+        "apply_loss",
+        '"expires_at": None,',
+        "",
+        "test_time.py",
+        words="started_in_time",
+    ),
     Guard("expire: limit", "expire", ".limit(limit)", "", "test_vanished.py"),
     Guard("expire: skip", "expire", "if skip:", "if False:", "test_vanished.py"),
     Guard(
@@ -1024,6 +1032,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only check that each still applies")
     options = parser.parse_args()
     chosen = [g for g in GUARDS if not options.names or any(n in g.name for n in options.names)]
+    if not chosen:
+        parser.error("no entry has that in its name")
     sources = {
         path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / SOURCE).glob("*.py"))
     }
