@@ -9,6 +9,8 @@ message's exact bytes are durable before the message is sent. It is reached from
 ``BrokerPublisher`` sends recorded messages again, byte for byte, and closes the books in
 Celery for an end that no body returned. It never unpickles: what only pickle can read is
 sent to a worker as a replay instead.
+
+The two share what a message is (its headers, its key, its bytes), and stand in one file for it.
 """
 
 from __future__ import annotations

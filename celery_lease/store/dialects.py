@@ -4,6 +4,8 @@ Each family is one ``Dialect`` object: how it tells the time, what its statement
 how its connections are set up, and what its errors mean. Everything else in ``store`` is one
 statement text for all of them.
 
+Long because it is the only one: a second file naming a database would be a second place to look.
+
 Floors: PostgreSQL 13, MariaDB 10.6, MySQL 8.0.16, SQLite 3.35 (design, section 4).
 """
 
