@@ -195,7 +195,8 @@ def unsettled(
             sa.or_(unattended, job.c.finished_at < Later(clock(), -grace_seconds)),
             sa.or_(
                 job.c.dispatched_at.is_(None),
-                job.c.dispatched_at < job.c.finished_at,
+                # Or in the same instant: SQLite's clock has milliseconds.
+                job.c.dispatched_at <= job.c.finished_at,
                 job.c.dispatched_at < Later(clock(), -again_seconds),
                 sa.and_(unattended, job.c.dispatched_at < Later(clock(), -grace_seconds)),
             ),
@@ -247,21 +248,5 @@ def last_pass(store: Store) -> PassRecord | None:
             counts=json.loads(row["counts"]),
             worker=row["worker"],
         )
-
-    return store.retrying(work)
-
-
-def has_expired(store: Store) -> bool:
-    """Tell whether any lease has ended without a renewal."""
-    attempt = store.tables.attempt
-    statement = (
-        select(attempt.c.job_id)
-        .where(attempt.c.ended_at.is_(None), attempt.c.lease_expires_at < clock())
-        .limit(1)
-    )
-
-    def work() -> bool:
-        with store.single() as connection:
-            return connection.execute(statement).first() is not None
 
     return store.retrying(work)

@@ -30,6 +30,7 @@ from tests.store.builders import (
     nothing_changes,
     parting,
     running,
+    set_job,
     store_now,
     submitted,
 )
@@ -315,6 +316,15 @@ def test_an_end_that_no_body_returned_waits_for_nobody(store: Store) -> None:
     transitions.lost(store, lease, cause=LossCause.LOST, reason="x", lost_backoff=NO_BACKOFF)
 
     assert unsettled(store) == ["cancelled", "interrupted"]
+
+
+def test_an_end_in_the_instant_of_its_dispatch_waits_for_nobody(store: Store) -> None:
+    """SQLite's clock has milliseconds: the two are often the same."""
+    submitted(store)
+    transitions.cancel(store, "job")
+    set_job(store, dispatched_at=store.tables.job.c.finished_at)
+
+    assert unsettled(store) == ["job"]
 
 
 def test_a_failure_of_the_body_is_left_to_its_runner_too(store: Store) -> None:

@@ -372,17 +372,6 @@ def test_a_job_whose_row_is_locked_is_skipped_and_the_others_are_given_on(
     assert took < 1.5
 
 
-def test_whether_any_lease_has_ended_can_be_asked(store: Store) -> None:
-    running(store, "live")
-    assert queries.has_expired(store) is False
-
-    expired(store, "dead")
-    assert queries.has_expired(store) is True
-
-    expire(store)
-    assert queries.has_expired(store) is False
-
-
 # --- raced --------------------------------------------------------------------------------------
 
 
