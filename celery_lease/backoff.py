@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from celery_lease.states import JobState, OnExpiry
+from celery_lease.states import JobState, LossCause, OnExpiry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,6 +18,15 @@ RUNNER_LOST = "runner_lost"
 """State reason: one runner vanished, and ``lease_on_expiry`` said what to do."""
 MAX_ATTEMPTS = "max_attempts"
 """State reason: ``lease_max_attempts`` runners vanished."""
+STOPPED = "stopped"
+"""State reason: its runner was asked to stop and then vanished, which is no loss."""
+
+UNCOUNTED_ENDS = 10
+"""Ends of a job that are spared: hand-overs, and runners that vanished after a request to stop.
+
+A fleet that is restarted ten times under one job is no fault of the job's; one that always outlives
+the grace would go on for ever otherwise (design §7).
+"""
 
 # Doublings beyond this change nothing under any cap, and 2.0 ** 1024 would overflow.
 _MOST_DOUBLINGS = 1000
@@ -31,37 +40,65 @@ class AfterLoss:
         state: the state to reach.
         delay_seconds: how long until it may be dispatched, 0 for at once and for states that wait
             for nobody or for a person.
-        reason: the state reason to record, ``RUNNER_LOST`` or ``MAX_ATTEMPTS``.
+        reason: the state reason to record, ``RUNNER_LOST``, ``MAX_ATTEMPTS`` or ``STOPPED``.
+        is_counted: False when ``lost_count`` stays as it is.
     """
 
     state: JobState
     delay_seconds: float
     reason: str
+    is_counted: bool = True
+
+
+def is_loss_counted(*, cause: LossCause, stop_requested: bool, uncounted_ends: int) -> bool:
+    """Tell whether a vanished runner counts as a loss of its job (design §7).
+
+    One that was asked to stop and then vanished does not: its fleet was restarted, the job did
+    nothing wrong. A stall always does, since it is the body that stands still.
+
+    Args:
+        cause: how the runner was found to have vanished.
+        stop_requested: whether it had been asked to stop.
+        uncounted_ends: earlier ends of the job that were spared, from 0; the cap bounds them.
+
+    .. versionadded:: 0.1
+    """
+    spared = stop_requested and cause is not LossCause.STALLED
+    return not spared or uncounted_ends >= UNCOUNTED_ENDS
 
 
 def after_loss(
-    *, lost_count: int, max_attempts: int, on_expiry: OnExpiry, schedule: Sequence[float]
+    *,
+    lost_count: int,
+    max_attempts: int,
+    on_expiry: OnExpiry,
+    schedule: Sequence[float],
+    is_counted: bool = True,
 ) -> AfterLoss:
     """Apply the one policy for every vanished runner, however it was noticed (design §4).
 
     Args:
-        lost_count: losses of the job including this one, at least 1.
+        lost_count: losses of the job; including this one, and so at least 1, if it is counted.
         max_attempts: the loss that ends the job; 1 = it never runs again.
-        on_expiry: what to do before that.
+        on_expiry: what to do before that. It is about not knowing what a runner has done, and so
+            holds for one that was asked to stop, too.
         schedule: ``lease_lost_backoff``, seconds by loss, the last repeating.
+        is_counted: False spares the job: this loss neither ends it nor has it wait.
 
     Raises:
-        ValueError: when ``lost_count`` is below 1 or the schedule is empty.
+        ValueError: when a counted loss has a ``lost_count`` below 1, or the schedule is empty.
 
     .. versionadded:: 0.1
     """
-    delay_seconds = lost_delay_seconds(schedule, lost_count)
-    if lost_count >= max_attempts:
+    delay_seconds = lost_delay_seconds(schedule, lost_count) if is_counted else 0.0
+    if is_counted and lost_count >= max_attempts:
         return AfterLoss(JobState.INTERRUPTED, 0.0, MAX_ATTEMPTS)
     if on_expiry == OnExpiry.HOLD:
-        return AfterLoss(JobState.HELD, 0.0, RUNNER_LOST)
+        return AfterLoss(JobState.HELD, 0.0, RUNNER_LOST, is_counted)
     if on_expiry == OnExpiry.FAIL:
-        return AfterLoss(JobState.FAILED, 0.0, RUNNER_LOST)
+        return AfterLoss(JobState.FAILED, 0.0, RUNNER_LOST, is_counted)
+    if not is_counted:
+        return AfterLoss(JobState.QUEUED, 0.0, STOPPED, is_counted)
     # Without a delay never retry_wait, which only a pass of the reaper would end.
     state = JobState.RETRY_WAIT if delay_seconds > 0 else JobState.QUEUED
     return AfterLoss(state, delay_seconds, RUNNER_LOST)

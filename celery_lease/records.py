@@ -264,11 +264,25 @@ class Renewal:
         lease: the lease to renew.
         progress: JSON text, None when unchanged.
         checkpoint: JSON text, None when unchanged.
+        stop_requested: True when the runner was asked to stop; the first such renewal is kept.
+        acknowledged: True when its message was acknowledged; the first such renewal is kept.
     """
 
     lease: Held
     progress: str | None = None
     checkpoint: str | None = None
+    stop_requested: bool = False
+    acknowledged: bool = False
+
+    @property
+    def has_news(self) -> bool:
+        """True when it would write more than the end of the lease."""
+        return (
+            self.progress is not None
+            or self.checkpoint is not None
+            or self.stop_requested
+            or self.acknowledged
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +313,7 @@ class Vanished:
         finished_at: when it became final, None when it did not.
         worker: node name of the vanished runner.
         owner: its process.
+        is_counted: False when it was asked to stop before: no loss of the job's.
     """
 
     job_id: str
@@ -309,6 +324,26 @@ class Vanished:
     finished_at: datetime | None
     worker: str | None
     owner: str | None
+    is_counted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LiveAttempt:
+    """An attempt that holds a lease, renewed in time or not.
+
+    Attributes:
+        job_id: the job.
+        fencing_token: its token.
+        owner: the process that holds it.
+        worker: node name of that process's worker.
+        task: the job's task.
+    """
+
+    job_id: str
+    fencing_token: int
+    owner: str
+    worker: str | None
+    task: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +365,25 @@ class Dispatchable:
     message_version: int
     queue: str | None
     expires_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What waits, and what waits for longer than it should.
+
+    Attributes:
+        queued_count: queued jobs.
+        oldest_queued_seconds: how long the oldest of them has been due, 0 without one.
+        unclaimed_count: queued jobs whose message left too long ago.
+        overdue_running_count: running jobs whose lease ended too long ago.
+        unsettled_count: jobs that became final too long ago for Celery not to know.
+    """
+
+    queued_count: int
+    oldest_queued_seconds: float
+    unclaimed_count: int
+    overdue_running_count: int
+    unsettled_count: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ every transition is guarded and can recognise its own earlier success.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
@@ -144,6 +145,17 @@ class Store:
             raise SettingError([f"lease_store_engine_options cannot be used: {error}"]) from error
         self.dialect.prepare(engine, given)
         return engine
+
+    def apart(self) -> Store:
+        """Return the same store with connections of its own.
+
+        For a native thread under gevent: a socket belongs to the hub of the thread that opened
+        it. PyMySQL failed with ``InterfaceError`` on one that a greenlet had opened.
+        """
+        other = copy.copy(self)
+        other.forget_engine()
+        _stores.add(other)
+        return other
 
     def forget_engine(self) -> None:
         """Drop the engine without touching its sockets: they belong to the parent process."""

@@ -11,13 +11,22 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import select
 from sqlalchemy.engine import RowMapping
+from sqlalchemy.sql.elements import ColumnElement
 
 from celery_lease.backoff import redispatch_gap_seconds
-from celery_lease.records import Dispatchable, Message, Outcome, PassRecord
+from celery_lease.records import (
+    Dispatchable,
+    Held,
+    LiveAttempt,
+    Message,
+    Outcome,
+    PassRecord,
+)
 from celery_lease.states import AttemptState, JobState
 from celery_lease.store.dialects import Later, SecondsBetween, clock
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions import outcome_of
+from celery_lease.store.transitions.vanishing import is_uncounted_end
 
 #: Dispatches after which the gap between two of them no longer grows.
 LARGEST_GAP_AT = 7
@@ -143,18 +152,73 @@ def replaced_version(store: Store, job_id: str) -> int | None:
     return store.retrying(work)
 
 
-def release_count(store: Store, job_id: str) -> int:
-    """Return how many attempts of a job gave it back."""
+def uncounted_ends(store: Store, job_id: str) -> int:
+    """Return how many attempts of a job gave it back, or vanished after a request to stop."""
     attempt = store.tables.attempt
     statement = (
         select(sa.func.count())
         .select_from(attempt)
-        .where(attempt.c.job_id == job_id, attempt.c.state == AttemptState.RELEASED.value)
+        .where(attempt.c.job_id == job_id, is_uncounted_end(attempt))
     )
 
     def work() -> int:
         with store.single() as connection:
             return int(connection.execute(statement).scalar_one())
+
+    return store.retrying(work)
+
+
+def live_attempts(store: Store, *, owner: str) -> list[LiveAttempt]:
+    """Return the attempts that a process holds a lease for, renewed in time or not.
+
+    Empty when it holds none. For who knows that the process is dead.
+    """
+    attempt = store.tables.attempt
+    return _read_live(store, attempt.c.owner == owner)
+
+
+def live_attempt(store: Store, job_id: str) -> LiveAttempt | None:
+    """Return the attempt that holds a job's lease, in time or not; None: it is not running."""
+    attempt = store.tables.attempt
+    found = _read_live(store, attempt.c.job_id == job_id)
+    return found[0] if found else None
+
+
+def _read_live(store: Store, which: ColumnElement[bool]) -> list[LiveAttempt]:
+    job, attempt = store.tables.job, store.tables.attempt
+    statement = (
+        select(
+            attempt.c.job_id,
+            attempt.c.fencing_token,
+            attempt.c.owner,
+            attempt.c.worker,
+            job.c.task,
+        )
+        .join(job, job.c.id == attempt.c.job_id)
+        .where(which, attempt.c.ended_at.is_(None))
+        .order_by(attempt.c.job_id)
+    )
+
+    def work() -> list[LiveAttempt]:
+        with store.single() as connection:
+            return [LiveAttempt(**row) for row in connection.execute(statement).mappings()]
+
+    return store.retrying(work)
+
+
+def attempt_state(store: Store, lease: Held) -> AttemptState | None:
+    """Return the state of an attempt, named by its job, token and owner; None: no such attempt."""
+    attempt = store.tables.attempt
+    statement = select(attempt.c.state).where(
+        attempt.c.job_id == lease.job_id,
+        attempt.c.fencing_token == lease.fencing_token,
+        attempt.c.owner == lease.owner,
+    )
+
+    def work() -> AttemptState | None:
+        with store.single() as connection:
+            state = connection.execute(statement).scalar()
+        return None if state is None else AttemptState(state)
 
     return store.retrying(work)
 

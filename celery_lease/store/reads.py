@@ -7,10 +7,11 @@ million rows. Called by ``history``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import select
@@ -19,12 +20,16 @@ from sqlalchemy.orm import Session, selectinload, undefer
 from sqlalchemy.sql.elements import ColumnElement
 
 from celery_lease.exceptions import StoreUnavailable
+from celery_lease.records import Backlog
 from celery_lease.states import JobState
-from celery_lease.store.dialects import Later, clock
+from celery_lease.store.dialects import Later, SecondsBetween, clock
 from celery_lease.store.engine import Store
 from celery_lease.store.models import Attempt, Job, models_for
 
 T = TypeVar("T")
+
+#: Round trips that the store's clock is compared in.
+CLOCK_TRIPS = 4
 
 #: Named here for those above, who do not know SQLAlchemy.
 ReadingSession: TypeAlias = Session
@@ -142,9 +147,78 @@ def counts(store: Store) -> dict[JobState, int]:
     return {state: found.get(state.value, 0) for state in JobState}
 
 
+def backlog(store: Store, *, seconds: float = 60.0) -> Backlog:
+    """Return what waits, and what has waited for longer than it should.
+
+    Args:
+        store: the store.
+        seconds: how long after its dispatch a queued job is unclaimed, after the end of its
+            lease a running one overdue, and after its end a final one unsettled.
+    """
+    job, attempt = store.tables.job, store.tables.attempt
+    queued = job.c.state == JobState.QUEUED.value
+    waited = SecondsBetween(sa.func.min(job.c.available_at), clock())
+
+    def counted(table: sa.Table, *conditions: ColumnElement[bool]) -> sa.Select[Any]:
+        return select(sa.func.count()).select_from(table).where(*conditions)
+
+    unclaimed = counted(job, queued, job.c.dispatched_at <= _ago(seconds))
+    overdue = counted(
+        attempt, attempt.c.ended_at.is_(None), attempt.c.lease_expires_at < _ago(seconds)
+    )
+    unsettled = counted(
+        job,
+        job.c.finished_at.is_not(None),
+        job.c.settled_at.is_(None),
+        job.c.finished_at < _ago(seconds),
+    )
+
+    def ask(opened: Session) -> Backlog:
+        queued_count, oldest = opened.execute(select(sa.func.count(), waited).where(queued)).one()
+        return Backlog(
+            queued_count=queued_count,
+            # A scheduled job may be queued a moment before its time.
+            oldest_queued_seconds=max(0.0, float(oldest or 0.0)),
+            unclaimed_count=opened.scalars(unclaimed).one(),
+            overdue_running_count=opened.scalars(overdue).one(),
+            unsettled_count=opened.scalars(unsettled).one(),
+        )
+
+    return _read(store, ask)
+
+
 def now(store: Store) -> datetime:
     """Return the time by the store's clock."""
     return _read(store, lambda opened: opened.scalars(select(clock())).one())
+
+
+def clock_offset(store: Store) -> float:
+    """Return by how many seconds the store's clock is ahead of this host's.
+
+    The store's answer is compared with the middle of the round trip, and the shortest of a few
+    round trips counts: the first includes the time to connect. Off by half of it at most.
+    """
+
+    def ask(opened: Session) -> float:
+        trips = []
+        for _ in range(CLOCK_TRIPS):
+            sent_at = time.time()
+            there = opened.scalars(select(clock())).one().timestamp()
+            back_at = time.time()
+            trips.append((back_at - sent_at, there - (sent_at + back_at) / 2))
+        return min(trips)[1]
+
+    return _read(store, ask)
+
+
+def isolation(store: Store) -> str:
+    """Return the isolation level of the store's transactions, in the words of the SQL standard."""
+
+    def work() -> str:
+        with store.transaction() as connection:
+            return str(connection.get_isolation_level())
+
+    return _answered(store, work)
 
 
 def _ago(seconds: float) -> ColumnElement[datetime]:
@@ -160,6 +234,10 @@ def _read(store: Store, ask: Callable[[Session], T]) -> T:
             opened.expunge_all()
             return answer
 
+    return _answered(store, work)
+
+
+def _answered(store: Store, work: Callable[[], T]) -> T:
     try:
         return store.retrying(work)
     except DBAPIError as error:

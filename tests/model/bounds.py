@@ -25,6 +25,7 @@ class Bounds:
             ``unrecorded`` (two copies of a message that nobody recorded).
         one_process: the workers are threads of one process, so they have one owner.
         bodies: how a body may end.
+        cap: ends that are spared (``UNCOUNTED_ENDS``); in life there are ten.
     """
 
     workers: int
@@ -35,6 +36,7 @@ class Bounds:
     start: str = "publish"
     one_process: bool = False
     bodies: tuple[str, ...] = ("ok", "error")
+    cap: int = 10
 
 
 def first_state(bounds: Bounds) -> State:
@@ -76,6 +78,11 @@ SCENARIOS = {
     "unrecorded": Bounds(2, 1, Left(), start="unrecorded", bodies=("ok",)),
     "prune": Bounds(2, 1, Left(prune=1, double=1), bodies=("ok",), max_attempts=1),
     "fail-over": Bounds(2, 1, Left(failover=1), bodies=("ok",)),
+    "rolling restarts": Bounds(2, 1, Left(stop=2), max_attempts=1, bodies=("ok",), cap=1),
+    "restarts and a crash": Bounds(1, 1, Left(stop=1, crash=1), bodies=("ok",), cap=2),
+    "restarts and hand-overs": Bounds(1, 1, Left(stop=2, give_back=1), max_attempts=1,
+                                      bodies=("ok", "release"), cap=2),
+    "restarts, hold": Bounds(1, 1, Left(stop=1, reply=1), on_expiry="hold", bodies=("ok",)),
 }  # fmt: skip
 """Explored in every run."""
 
@@ -88,6 +95,7 @@ WIDE = {
     "crash, double, reply": Bounds(2, 1, Left(crash=1, double=1, reply=1)),
     "three attempts": Bounds(2, 1, Left(crash=1), bodies=("ok",), max_attempts=3),
     "three workers, a crash": Bounds(3, 1, Left(double=1, crash=1), bodies=("ok",)),
+    "two restarts and a crash": Bounds(1, 1, Left(stop=2, crash=1), bodies=("ok",), cap=1),
     "two of each": Bounds(2, 2, Left(crash=1), bodies=("ok",)),
     "two of each, amnesty": Bounds(2, 2, Left(amnesty=1), bodies=("ok",)),
     "a doubled message, a lost reply, errors": Bounds(2, 1, Left(double=1, reply=1)),

@@ -16,6 +16,7 @@ from tests.model.state import (
     LOST_ENDS,
     OWN_ENDS,
     WAITING,
+    Attempt,
     State,
     Step,
     Worker,
@@ -53,16 +54,48 @@ def one_token_an_attempt(state: State, bounds: Bounds) -> str:
 
 
 def losses_are_counted(state: State, bounds: Bounds) -> str:
-    """``lost_count`` is the number of vanished runners of this life, and the limit ends it."""
+    """``lost_count`` is the number of this life's losses, and the limit ends it."""
     job = state.job
-    lost = sum(a.state in LOST_ENDS and a.life == job.life for a in state.attempts)
+    vanished = [at for at, a in enumerate(state.attempts) if a.state in LOST_ENDS]
+    this_life = [at for at in vanished if state.attempts[at].life == job.life]
+    lost = sum(not _is_spared(state, at, bounds) for at in this_life)
     if job.lost != lost:
-        return f"lost_count {job.lost}, vanished runners {lost}"
+        return f"lost_count {job.lost}, losses {lost}"
     if job.lost >= bounds.max_attempts and job.state != "interrupted":
         return f"{job.lost} losses, and the job is {job.state}"
-    if bounds.on_expiry == "hold" and job.lost and job.state == "running":
+    if bounds.on_expiry == "hold" and this_life and job.state == "running":
         return "the policy is to hold, and the job runs again"
     return ""
+
+
+def _is_spared(state: State, at: int, bounds: Bounds) -> bool:
+    """Tell whether this attempt vanished when it had been asked to stop, within the cap."""
+    earlier = [a for a in state.attempts[:at] if a.state == "released" or _stopped(a)]
+    return _stopped(state.attempts[at]) and len(earlier) < bounds.cap
+
+
+def _stopped(attempt: Attempt) -> bool:
+    return attempt.state in LOST_ENDS and bool(attempt.asked)
+
+
+def restarts_end_no_job(state: State, bounds: Bounds) -> str:
+    """A job is interrupted only if a runner vanished that nobody had asked to stop, or the cap."""
+    if state.job.state != "interrupted":
+        return ""
+    given_back = [a for a in state.attempts if a.state == "released" or _stopped(a)]
+    crashed = any(a.state in LOST_ENDS and not a.asked for a in state.attempts)
+    if crashed or len(given_back) > bounds.cap:
+        return ""
+    return "interrupted by restarts alone"
+
+
+def vanishing_is_bounded(state: State, bounds: Bounds) -> str:
+    """However its runners vanish, the job ends at some time: asked to stop is no way around."""
+    job = state.job
+    vanished = sum(a.state in LOST_ENDS and a.life == job.life for a in state.attempts)
+    if vanished < bounds.cap + bounds.max_attempts or job.state in FINAL:
+        return ""
+    return f"{vanished} runners have vanished, and the job is {job.state}"
 
 
 def newest_version(state: State, bounds: Bounds) -> str:
@@ -92,7 +125,7 @@ def lease_is_in_hands(state: State, bounds: Bounds) -> str:
 
 def _restarted(state: State, bounds: Bounds) -> bool:
     # A dead process that nobody reported, with a new one in its place: the lease decides.
-    return state.left.crash < bounds.left.crash
+    return state.left.crash < bounds.left.crash or state.left.stop < bounds.left.stop
 
 
 def message_is_somewhere(state: State, bounds: Bounds) -> str:
@@ -111,8 +144,8 @@ def settled_is_told(state: State, bounds: Bounds) -> str:
 def told_once(state: State, bounds: Bounds) -> str:
     """Celery is told twice only around a death, a lost message or a timeout that was too short."""
     full, left = bounds.left, state.left
-    excused = (left.crash, left.slow, left.loss, left.double) != (
-        full.crash, full.slow, full.loss, full.double
+    excused = (left.crash, left.slow, left.loss, left.double, left.stop) != (
+        full.crash, full.slow, full.loss, full.double, full.stop
     )  # fmt: skip
     return "told twice, and nobody died" if state.job.told > 1 and not excused else ""
 
@@ -148,6 +181,8 @@ STATE_INVARIANTS: tuple[Callable[[State, Bounds], str], ...] = (
     final_is_finished,
     live_is_running,
     one_token_an_attempt,
+    restarts_end_no_job,
+    vanishing_is_bounded,
     losses_are_counted,
     newest_version,
     lease_is_in_hands,
@@ -174,6 +209,8 @@ def history_only_grows(before: State, step: Step, after: State) -> str:
             return f"an attempt that was {old.state} is {new.state}"
         if old.late > new.late or old.life != new.life:
             return "a late outcome is gone"
+        if old.asked > new.asked or (old.state not in LIVE and old.asked != new.asked):
+            return "that it was asked to stop is gone, or was written after its end"
     return ""
 
 

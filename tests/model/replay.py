@@ -259,21 +259,34 @@ class Replayer:
 
     def _renew(self, played: Played, runner: Runner) -> None:
         lease = self._lease(runner)
-        answer = transitions.renew(self.store, [Renewal(lease)])
+        stopping = bool(played.before.workers[played.step.place].stopping)
+        answer = transitions.renew(self.store, [Renewal(lease, stop_requested=stopping)])
         key = (JOB, lease.fencing_token)
         assert key in (answer.renewed if played.step.answer == "renewed" else answer.lost), answer
 
     def _surrender(self, played: Played, runner: Runner) -> None:
-        self._lose(self._lease(runner), LossCause.LOST, hit=played.step.answer.startswith("lost"))
+        hit = played.step.answer.startswith("lost")
+        self._lose(played, self._lease(runner), LossCause.LOST, hit=hit)
 
     def _report(self, played: Played, runner: Runner) -> None:
-        self._lose(self._lease(runner), LossCause.LOST, hit=played.step.answer == "lost")
+        stopping = bool(played.before.workers[played.step.place].stopping)
+        hit = played.step.answer == "lost"
+        self._lose(played, self._lease(runner), LossCause.LOST, hit=hit, stopping=stopping)
 
-    def _lose(self, lease: Held, cause: LossCause, *, hit: bool) -> None:
+    def _lose(
+        self, played: Played, lease: Held, cause: LossCause, *, hit: bool, stopping: bool = False
+    ) -> None:
         answer = transitions.lost(
-            self.store, lease, cause=cause, reason="said so", lost_backoff=BACKOFF
+            self.store,
+            lease,
+            cause=cause,
+            reason="said so",
+            lost_backoff=BACKOFF,
+            stopping=stopping,
         )
         assert (answer is not None) is hit, answer
+        if answer is not None:
+            assert answer.is_counted is (played.after.job.lost > played.before.job.lost), answer
 
     def _finish(self, played: Played, runner: Runner) -> None:
         said = played.step.answer
@@ -386,9 +399,10 @@ class Replayer:
         if played.step.answer == "expired":
             (vanished,) = transitions.expire(self.store, limit=10, lost_backoff=BACKOFF)
             assert vanished.state == played.after.job.state
+            assert vanished.is_counted is (played.after.job.lost > played.before.job.lost)
             return
         assert reaper.lease is not None
-        self._lose(reaper.lease, LossCause.EXPIRED, hit=False)
+        self._lose(played, reaper.lease, LossCause.EXPIRED, hit=False)
 
     # -- what must be equal --------------------------------------------------------------------
 
@@ -417,7 +431,14 @@ class Replayer:
                 "lease over": running and job.lease == LEASE_OVER,
             },
             "attempts": [
-                (at, attempt.state, attempt.version, bool(attempt.late), self.owners[at])
+                (
+                    at,
+                    attempt.state,
+                    attempt.version,
+                    bool(attempt.late),
+                    bool(attempt.asked),
+                    self.owners[at],
+                )
                 for at, attempt in enumerate(state.attempts, 1)
             ],
             "versions": list(range(1, job.version + 1)),
@@ -458,6 +479,7 @@ class Replayer:
                     one["state"],
                     one["message_version"],
                     one["rejected_at"] is not None,
+                    one["stop_requested_at"] is not None,
                     one["owner"],
                 )
                 for one in attempts

@@ -41,6 +41,10 @@ class Rules:
     amnesty_once: bool = True
     recorded_header: bool = True
     nothing_from_stale: bool = True
+    stops_are_spared: bool = True
+    stops_are_capped: bool = True
+    stop_of_this_attempt: bool = True
+    stop_keeps_policy: bool = True
 
     def without(self, name: str) -> Rules:
         """Return the rules with one of them off."""

@@ -27,7 +27,7 @@ from tests.model.steps import steps
 Kind = tuple[str, ...]
 SILENT = frozenset(
     {"receive", "hear", "check", "body", "publish", "die", "restart", "give up", "send",
-     "close books", "resend", "double", "lose", "runner's deadline"}
+     "close books", "resend", "double", "lose", "runner's deadline", "stop requested"}
 )  # fmt: skip
 """Steps that ask the store nothing: one of each is enough, unless a publish was refused."""
 KEPT = Path(__file__).with_name("traces.json")
@@ -46,9 +46,11 @@ def kind(state: State, step: Step, after: State) -> Kind:
     if step.verb in SILENT and step.answer != "refused":
         return (step.actor, step.verb)
     job, then = state.job, after.job
-    before = (job.state, str(job.lease), str(job.settled), job.bound)
+    asked = job.state == "running" and state.attempts[-1].asked
+    before = (job.state, str(job.lease), str(job.settled), job.bound, f"asked {int(asked)}")
     outcome = state.workers[step.place].outcome if step.actor == "worker" else ""
-    return (step.actor, step.verb, step.answer, *before, then.state, outcome)
+    losses = f"losses {then.lost - job.lost}"
+    return (step.actor, step.verb, step.answer, *before, then.state, losses, outcome)
 
 
 def kinds(graph: Graph) -> Iterator[tuple[int, Step, Kind]]:

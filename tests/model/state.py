@@ -59,6 +59,8 @@ class Attempt(NamedTuple):
     life: int
     late: int = 0
     """A late outcome was recorded on it."""
+    asked: int = 0
+    """Its row says that it was asked to stop."""
 
 
 class Message(NamedTuple):
@@ -96,6 +98,8 @@ class Worker(NamedTuple):
     undone: int = 0
     """A fail-over of the database has forgotten its claim."""
     life: int = 0
+    stopping: int = 0
+    """It was asked to stop; whoever reports its death knows that, too."""
 
 
 class Reaper(NamedTuple):
@@ -129,6 +133,8 @@ class Left(NamedTuple):
     prune: int = 0
     failover: int = 0
     bound: int = 0
+    stop: int = 0
+    """Processes that are asked to stop, and may be gone when the grace is over."""
 
 
 class State(NamedTuple):

@@ -160,6 +160,23 @@ SWITCHES = {
         "§4, §12 a late message of a pruned job is refused", "prune", "pruned_stays_away",
         "a doubled message that waited runs a job whose history was removed",
     ),
+    "stops_are_spared": Switch(
+        "§7 asked to stop and then vanished: not counted", "rolling restarts",
+        "restarts_end_no_job", "a rolling restart interrupts a job that did nothing wrong",
+    ),
+    "stops_are_capped": Switch(
+        "§7 from a cap on it counts as lost", "rolling restarts", "vanishing_is_bounded",
+        "a body that always outlives the grace is started again for ever",
+    ),
+    "stop_of_this_attempt": Switch(
+        "§7 an attempt that was asked to stop", "restarts and a crash", "losses_are_counted",
+        "asked to stop once, and no crash of a later runner is counted any more",
+    ),
+    "stop_keeps_policy": Switch(
+        "§4 one policy for every vanished runner, one that was asked to stop too",
+        "restarts, hold", "losses_are_counted",
+        "a restart runs a job again that is to be held when its runner vanishes",
+    ),
     "nothing_from_stale": Switch(
         "§1.2 a stale attempt publishes nothing", "prune", "publishes_what_is_accepted",
         "the result of an attempt that was given on reaches callbacks",

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from tests.model.bounds import Bounds
 from tests.model.rules import Rules
-from tests.model.state import DELAYED, FINAL, LEASE_OVER, LIVE, Attempt, Job, Reaper, State
+from tests.model.state import (
+    DELAYED,
+    FINAL,
+    LEASE_OVER,
+    LIVE,
+    LOST_ENDS,
+    Attempt,
+    Job,
+    Reaper,
+    State,
+)
 
 
 def claimable(job: Job, version: int, rules: Rules) -> bool:
@@ -43,24 +53,48 @@ def ended(state: State, token: int, end: str) -> State:
     return state._replace(attempts=tuple(attempts))
 
 
-def policy(job: Job, bounds: Bounds) -> tuple[str, int]:
-    """Return what becomes of a job at its next loss: the state, and whether it is due."""
-    count = job.lost + 1
-    if count >= bounds.max_attempts:
-        return "interrupted", 0
-    if bounds.on_expiry == "hold":
-        return "held", 0
-    if bounds.on_expiry == "fail":
-        return "failed", 0
-    return ("queued", 0) if count == 1 else ("retry_wait", 0)
+def is_counted(state: State, bounds: Bounds, rules: Rules) -> bool:
+    """Tell whether the end of the live attempt counts: not if it was asked to stop, up to a cap."""
+    *earlier, this = state.attempts
+    asked = this.asked
+    if not rules.stop_of_this_attempt:
+        asked = any(attempt.asked for attempt in state.attempts)
+    if not (asked and rules.stops_are_spared):
+        return True
+    spared = sum(
+        attempt.state == "released" or (attempt.state in LOST_ENDS and attempt.asked)
+        for attempt in earlier
+    )
+    return spared >= bounds.cap and rules.stops_are_capped
+
+
+def policy(state: State, bounds: Bounds, rules: Rules) -> tuple[str, int]:
+    """Return what becomes of a job whose runner has vanished, and its losses from then on."""
+    counted = is_counted(state, bounds, rules)
+    count = state.job.lost + counted
+    if counted and count >= bounds.max_attempts:
+        return "interrupted", count
+    if counted or rules.stop_keeps_policy:
+        if bounds.on_expiry == "hold":
+            return "held", count
+        if bounds.on_expiry == "fail":
+            return "failed", count
+    return ("retry_wait", count) if counted and count > 1 else ("queued", count)
 
 
 def lost(state: State, end: str, bounds: Bounds, rules: Rules) -> State:
     """lost, expire: the one policy for every vanished runner."""
     job = state.job
-    reached, due = policy(job, bounds)
-    moved = job._replace(state=reached, due=due, lost=job.lost + 1, lease=0, extended=0)
+    reached, count = policy(state, bounds, rules)
+    moved = job._replace(state=reached, due=0, lost=count, lease=0, extended=0)
     return ended(state._replace(job=to_waiting(moved, rules)), job.token, end)
+
+
+def asked_to_stop(state: State, token: int) -> State:
+    """Write that an attempt was asked to stop."""
+    attempts = list(state.attempts)
+    attempts[token - 1] = attempts[token - 1]._replace(asked=1)
+    return state._replace(attempts=tuple(attempts))
 
 
 def to_waiting(job: Job, rules: Rules) -> Job:
@@ -69,9 +103,9 @@ def to_waiting(job: Job, rules: Rules) -> Job:
     return job._replace(dispatched=kept, excused=0)
 
 
-def taken_over(state: State, version: int) -> State:
+def taken_over(state: State, version: int, bounds: Bounds, rules: Rules) -> State:
     """take_over: the ended attempt → expired, then as claim."""
-    job = state.job._replace(lost=state.job.lost + 1)
+    job = state.job._replace(lost=policy(state, bounds, rules)[1])
     return claimed(ended(state._replace(job=job), job.token, "expired"), version)
 
 
@@ -146,10 +180,11 @@ def resumed(job: Job) -> Job:
     )
 
 
-def renewed(state: State) -> State:
-    """renew: the live attempt's lease is good again; claimed → active."""
+def renewed(state: State, *, stopping: int = 0) -> State:
+    """renew: the live attempt's lease is good again; claimed → active; a stop is told."""
     job = state.job._replace(lease=0, extended=0)
-    return ended(state._replace(job=job), job.token, "active")
+    after = ended(state._replace(job=job), job.token, "active")
+    return asked_to_stop(after, job.token) if stopping else after
 
 
 def is_live(state: State, token: int) -> bool:

@@ -41,7 +41,9 @@ def steps(state: State, bounds: Bounds, rules: Rules) -> Steps:
             yield _hears(state, index, rules)
         if worker.phase in _PHASES:
             yield from _PHASES[worker.phase](state, index, bounds, rules)
-        if worker.phase not in {"idle", "dead"} and state.left.crash and not bounds.one_process:
+        if worker.phase in {"idle", "dead"} or bounds.one_process:
+            continue
+        if worker.stopping or state.left.crash:
             yield _dies(state, index)
 
 
@@ -190,12 +192,13 @@ def _takes_over(state: State, index: int, bounds: Bounds, rules: Rules) -> Steps
         yield _step(index, "take over", "changed"), _with(state, index, worker._replace(seen=0))
     elif rules.take_over_expiry and job.lease != LEASE_OVER:
         yield _step(index, "take over", "renewed"), _free(state, index)
-    elif rules.take_over_policy and table.policy(job, bounds)[0] != "queued":
+    elif rules.take_over_policy and table.policy(state, bounds, rules)[0] != "queued":
         given_on = table.lost(state, "expired", bounds, rules)
         yield _step(index, "take over", "policy"), _free(given_on, index)
     else:
         version = worker.version or 1
-        yield from _wins(state, index, table.taken_over(state, version), "take over", rules)
+        taken = table.taken_over(state, version, bounds, rules)
+        yield from _wins(state, index, taken, "take over", rules)
 
 
 # -- the body under its lease --------------------------------------------------------------------
@@ -204,9 +207,16 @@ def _takes_over(state: State, index: int, bounds: Bounds, rules: Rules) -> Steps
 def _running(state: State, index: int, bounds: Bounds, rules: Rules) -> Steps:
     worker = state.workers[index]
     yield from _renews(state, index, bounds)
+    if state.left.stop and not worker.stopping:
+        left = state.left._replace(stop=state.left.stop - 1)
+        asked = worker._replace(stopping=1)
+        yield (
+            _step(index, "stop requested", fault=True),
+            _with(state._replace(left=left), index, asked),
+        )
     if may_check(state, worker):
-        stopping = worker._replace(phase="surrendering", gave_up=1)
-        yield _step(index, "check", "raises"), _with(state, index, stopping)
+        giving_up = worker._replace(phase="surrendering", gave_up=1)
+        yield _step(index, "check", "raises"), _with(state, index, giving_up)
     for outcome in bounds.bodies:
         wish = outcome in {"retry", "release", "hold"}
         if wish and not state.left.give_back:
@@ -233,8 +243,11 @@ def _renews(state: State, index: int, bounds: Bounds) -> Steps:
     if worker.told or worker.undone:
         return
     if job.state == "running" and worker.token == job.token:
-        if job.lease != LEASE_GOOD or job.extended or state.attempts[-1].state == "claimed":
-            yield _step(index, "renew", "renewed"), table.renewed(state)
+        live = state.attempts[-1]
+        news = live.state == "claimed" or worker.stopping > live.asked
+        if job.lease != LEASE_GOOD or job.extended or news:
+            after = table.renewed(state, stopping=worker.stopping)
+            yield _step(index, "renew", "renewed"), after
     elif not worker.heard:
         yield (
             _step(index, "renew", "lost"),
@@ -432,16 +445,22 @@ def _resending(state: State, index: int, bounds: Bounds, rules: Rules) -> Steps:
 
 
 def _dies(state: State, index: int) -> tuple[Step, State]:
-    """Kill a process: the broker sends its message again; a resend never leaves."""
-    worker = state.workers[index]
-    left = state.left._replace(crash=state.left.crash - 1)
+    """Kill a process, also one that was asked to stop and outlives the grace.
+
+    The broker sends its message again; a resend never leaves.
+    """
+    worker, left = state.workers[index], state.left
+    if not worker.stopping:
+        left = left._replace(crash=left.crash - 1)
     returned = Message(worker.version, worker.replay)
     job = state.job
     if worker.phase == "resending":
         returned = Message(worker.version - 1)
     if worker.phase == "resending" or (worker.outcome == "retry" and worker.unsure):
         job = job._replace(excused=1) if job.dispatched else job
-    dead = Worker(phase="dead", token=worker.token) if worker.token and not worker.undone else IDLE
+    dead = IDLE
+    if worker.token and not worker.undone:
+        dead = Worker(phase="dead", token=worker.token, stopping=worker.stopping)
     after = state._replace(left=left, broker=(*state.broker, returned), job=job)
     return _step(index, "die", worker.phase, fault=True), _with(after, index, dead)
 
@@ -450,7 +469,10 @@ def _dead(state: State, index: int, bounds: Bounds, rules: Rules) -> Steps:
     """Its parent reports the death, by token and owner, or nobody does."""
     worker, job = state.workers[index], state.job
     hits = job.state == "running" and (job.token == worker.token or not rules.loss_token_owner)
-    after = table.lost(state, "lost", bounds, rules) if hits else state
+    after = state
+    if hits:
+        told = table.asked_to_stop(state, job.token) if worker.stopping else state
+        after = table.lost(told, "lost", bounds, rules)
     yield (
         _step(index, "report death", "lost" if hits else "too late"),
         _with(after, index, IDLE),

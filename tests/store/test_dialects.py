@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ from sqlalchemy.engine import make_url
 
 from celery_lease.records import Accepted, Claimed
 from celery_lease.states import JobState
-from celery_lease.store import dialects, queries, transitions
+from celery_lease.store import dialects, queries, reads, transitions
 from celery_lease.store.dialects import PREPARE_THRESHOLD, Trouble, clock
 from celery_lease.store.engine import Store
 from tests.store.builders import (
@@ -136,7 +137,9 @@ def test_twenty_leases_are_renewed_in_one_statement_on_postgresql(on_postgresql:
 def test_renewals_are_hot_updates_on_postgresql(on_postgresql: Store) -> None:
     """With an index on the expiry 0 of 2,500 were (design, section 3)."""
     leases = [running(on_postgresql, f"job{number}") for number in range(20)]
-    renewals = [renewal(lease, progress='{"done": 1}', checkpoint="7") for lease in leases]
+    said = {"progress": '{"done": 1}', "checkpoint": "7"}
+    told = {"stop_requested": True, "acknowledged": True}
+    renewals = [renewal(lease, **said, **told) for lease in leases]
     before = _updates(on_postgresql)[0]
 
     for _ in range(20):
@@ -170,7 +173,10 @@ def test_no_index_of_the_attempts_names_what_a_heartbeat_writes(on_postgresql: S
         ).all()
 
     assert len(definitions) >= 3
-    written = ("lease_expires_at", "last_renewed_at", "renewal_count", "progress", "checkpoint")
+    written = (
+        *("lease_expires_at", "last_renewed_at", "renewal_count", "progress", "checkpoint"),
+        *("stop_requested_at", "acknowledged_at", "extended_at"),
+    )
     for definition in definitions:
         assert not any(column in definition for column in (*written, " state", "(state"))
 
@@ -523,3 +529,78 @@ def test_a_job_that_waits_is_found_by_an_index_on_postgresql(
                 connection.scalars(sa.text(f"EXPLAIN SELECT id FROM {job} WHERE {where}"))
             )
         assert index in plan, plan
+
+
+# --- live attempts, isolation -------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A store with so many attempts that reading them all would cost more than an index."""
+    store = Store(url=request.getfixturevalue(f"{request.param}_url"))
+    store.tables.metadata.create_all(store.engine)
+    running(store, "one", owner="owner-1")
+    running(store, "two", owner="owner-2")
+    attempt = store.tables.attempt
+    some = {
+        "state": "completed",
+        "worker": "w",
+        "claim_nonce": "n",
+        "message_version": 1,
+        "lease_seconds": 30.0,
+        "renewal_count": 0,
+    }
+    now = datetime.now(timezone.utc)
+    some |= dict.fromkeys(("lease_expires_at", "last_renewed_at", "claimed_at", "ended_at"), now)
+    with store.engine.begin() as connection:
+        connection.execute(
+            sa.insert(attempt),
+            [
+                {**some, "job_id": f"j{n}", "fencing_token": 1, "owner": f"owner-{n % 9}"}
+                for n in range(5000)
+            ],
+        )
+    with store.engine.begin() as connection:
+        word = "ANALYZE" if request.param == "postgresql" else "ANALYZE TABLE"
+        connection.exec_driver_sql(f"{word} {attempt.name}")
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("filled", "index"),
+    [("postgresql", "live_owner"), ("mariadb", "live_rows")],
+    indirect=["filled"],
+)
+def test_the_live_attempts_of_an_owner_are_found_by_an_index(filled: Store, index: str) -> None:
+    with statements_of(filled) as seen:
+        assert [one.job_id for one in queries.live_attempts(filled, owner="owner-1")] == ["one"]
+
+    statement, parameters = next(s for s in seen if "SELECT" in s[0])
+    with filled.single() as connection:
+        rows = connection.exec_driver_sql(f"EXPLAIN {statement}", parameters)
+        plan = "\n".join(" ".join(map(str, row)) for row in rows)
+    assert f"{filled.tables.attempt.name}_{index}" in plan, plan
+
+
+@pytest.mark.parametrize(
+    ("database", "level"),
+    [
+        ("postgresql", "READ COMMITTED"),
+        ("mariadb", "READ COMMITTED"),
+        ("sqlite", "SERIALIZABLE"),
+    ],
+)
+def test_the_isolation_of_a_transaction_is_told(
+    open_store: Callable[..., Store], database: str, level: str
+) -> None:
+    assert reads.isolation(open_store(database)) == level
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mariadb"])
+def test_the_isolation_told_is_the_one_in_force(
+    open_store: Callable[..., Store], database: str
+) -> None:
+    store = open_store(database, isolation_level="REPEATABLE READ")
+
+    assert reads.isolation(store) == "REPEATABLE READ"

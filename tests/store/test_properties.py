@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from celery_lease.backoff import UNCOUNTED_ENDS
 from celery_lease.records import (
     Accepted,
     Claimed,
@@ -63,6 +64,7 @@ FINAL = {state.value for state in JobState if state.is_final}
 #: Two processes, so that one often holds a job again that it has lost.
 OWNERS = ("host-1-one", "host-2-two")
 BACKOFF = (0.0, 5.0)
+VANISHED = {cause.value for cause in LossCause}
 #: What a late outcome may write on an attempt that has ended.
 LATE_COLUMNS = {
     "rejected_at",
@@ -172,12 +174,20 @@ class Protocol(RuleBasedStateMachine):
             self.leases.append(lease)
 
     @precondition(lambda self: self.leases)
-    @rule(which=st.lists(picks, min_size=1, max_size=4), text=st.sampled_from([None, "1", "2"]))
-    def renew(self, which: list[int], text: str | None) -> None:
-        """One heartbeat for some leases, live, frozen or lost long ago."""
+    @rule(
+        which=st.lists(picks, min_size=1, max_size=4),
+        text=st.sampled_from([None, "1", "2"]),
+        stop=st.booleans(),
+    )
+    def renew(self, *, which: list[int], text: str | None, stop: bool) -> None:
+        """One heartbeat for some leases, live, frozen or lost long ago; or asked to stop."""
         chosen = list({_newest(self.leases, one) for one in which})
         answer = transitions.renew(
-            self.other, [renewal(lease, progress=text, checkpoint=text) for lease in chosen]
+            self.other,
+            [
+                renewal(lease, progress=text, checkpoint=text, stop_requested=stop)
+                for lease in chosen
+            ],
         )
         live = {self.key(lease) for lease in chosen if self.is_live(lease)}
         assert answer.renewed == live
@@ -242,15 +252,20 @@ class Protocol(RuleBasedStateMachine):
         self.look_at_attempts({self.key(lease)} if recorded else set())
 
     @precondition(lambda self: self.leases)
-    @rule(which=picks, cause=st.sampled_from(LossCause))
-    def report(self, which: int, cause: LossCause) -> None:
+    @rule(which=picks, cause=st.sampled_from(LossCause), stopping=st.booleans())
+    def report(self, *, which: int, cause: LossCause, stopping: bool) -> None:
         """A parent, an owner file or a watchdog reports a vanished runner; perhaps twice."""
         lease = _newest(self.leases, which)
         was_live = self.is_live(lease)
         ends_at = self.now["attempt"][self.key(lease)]["lease_expires_at"] if was_live else None
         early = ends_at is not None and ends_at > store_now(self.store) + timedelta(seconds=5)
         answer = transitions.lost(
-            self.store, lease, cause=cause, reason="reported", lost_backoff=BACKOFF
+            self.store,
+            lease,
+            cause=cause,
+            reason="reported",
+            lost_backoff=BACKOFF,
+            stopping=stopping,
         )
         assert was_live or answer is None
         assert answer is None or not (early and cause is LossCause.EXPIRED)
@@ -440,6 +455,19 @@ class Protocol(RuleBasedStateMachine):
             assert self.now["message"][key] == message
         for job_id, job in self.now["job"].items():
             self.hold_job(job_id, job, before["job"].get(job_id))
+        for key, attempt in before["attempt"].items():
+            if attempt["ended_at"] is None and self.now["attempt"][key]["state"] in VANISHED:
+                lost_count = before["job"][key[0]]["lost_count"] + self.counts(key)
+                assert self.now["job"][key[0]]["lost_count"] == lost_count, "losses"
+
+    def counts(self, vanished: tuple[str, int]) -> bool:
+        """Tell whether a vanished runner is a loss of its job's (design, section 7)."""
+        attempts = self.now["attempt"]
+        if not _is_spared(attempts[vanished]):
+            return True
+        others = [attempt for key, attempt in attempts.items() if key[0] == vanished[0]]
+        spared = [a for a in others if a["state"] == "released" or _is_spared(a)]
+        return len(spared) > UNCOUNTED_ENDS
 
     def hold_job(self, job_id: str, job: dict[str, Any], before: dict[str, Any] | None) -> None:
         """Check one job against its attempts and against itself before."""
@@ -507,6 +535,10 @@ class Protocol(RuleBasedStateMachine):
 
 def _newest(found: list[T], which: int) -> T:
     return found[-1 - which % len(found)]
+
+
+def _is_spared(attempt: dict[str, Any]) -> bool:
+    return attempt["stop_requested_at"] is not None and attempt["state"] in ("expired", "lost")
 
 
 def _outcome(job: dict[str, Any]) -> tuple[Any, ...]:

@@ -92,6 +92,60 @@ def test_unchanged_progress_and_checkpoint_stay(store: Store) -> None:
     assert attempt_row(store, lease)["renewal_count"] == 2
 
 
+@pytest.mark.parametrize(
+    ("flag", "column"),
+    [("stop_requested", "stop_requested_at"), ("acknowledged", "acknowledged_at")],
+)
+def test_what_a_renewal_says_once_is_written_once_and_for_its_own_lease(
+    store: Store, flag: str, column: str
+) -> None:
+    lease, other = running(store), running(store, "other")
+    now = store_now(store)
+
+    with changes_of(store) as changes:
+        transitions.renew(store, [renewal(lease, **{flag: True}), renewal(other)])
+
+    assert about(changes[f"attempt job 1.{column}"], now)
+    written = {name.partition(".")[2] for name in changes}
+    assert written - {"lease_expires_at", "last_renewed_at"} == {column, "state", "renewal_count"}
+    assert attempt_row(store, other)[column] is None
+    move_back(store, "job", seconds=10)
+    first = attempt_row(store, lease)[column]
+    transitions.renew(store, [renewal(other, **{flag: True}), renewal(lease, **{flag: True})])
+    assert attempt_row(store, lease)[column] == first
+    assert about(attempt_row(store, other)[column], now)
+
+
+def test_both_are_written_with_what_else_a_renewal_says(store: Store) -> None:
+    one, other = running(store, "one"), running(store, "other")
+
+    transitions.renew(
+        store,
+        [
+            renewal(one, stop_requested=True, checkpoint="5"),
+            renewal(other, acknowledged=True, progress="1"),
+        ],
+    )
+
+    first, second = attempt_row(store, one), attempt_row(store, other)
+    assert (first["acknowledged_at"], second["stop_requested_at"]) == (None, None)
+    assert None not in (first["stop_requested_at"], second["acknowledged_at"])
+    assert (first["checkpoint"], second["progress"]) == ("5", "1")
+
+
+def test_a_renewal_that_says_nothing_of_a_stop_costs_nothing_for_it(store: Store) -> None:
+    lease = running(store)
+
+    with statements_of(store) as silent:
+        transitions.renew(store, [renewal(lease, progress="1")])
+    with statements_of(store) as said:
+        transitions.renew(store, [renewal(lease, progress="1", stop_requested=True)])
+
+    assert not any("stop_requested_at" in s or "acknowledged_at" in s for s, _ in silent)
+    assert len(said) == len(silent)
+    assert any("stop_requested_at" in statement for statement, _ in said)
+
+
 def test_two_attempts_of_one_job_in_one_batch_do_not_mix_their_texts(store: Store) -> None:
     """A process that lost a job and claimed it again still asks for the old lease once."""
     stale = running(store)
@@ -102,7 +156,7 @@ def test_two_attempts_of_one_job_in_one_batch_do_not_mix_their_texts(store: Stor
         store,
         [
             renewal(lease, progress="mine", checkpoint="mine"),
-            renewal(stale, progress="stale", checkpoint="stale"),
+            renewal(stale, progress="stale", checkpoint="stale", stop_requested=True),
         ],
     )
 
@@ -110,6 +164,7 @@ def test_two_attempts_of_one_job_in_one_batch_do_not_mix_their_texts(store: Stor
     assert answer.lost == {("job", 1): AttemptState.LOST}
     assert attempt_row(store, lease)["progress"] == "mine"
     assert attempt_row(store, lease)["checkpoint"] == "mine"
+    assert attempt_row(store, lease)["stop_requested_at"] is None
     assert attempt_row(store, stale)["progress"] is None
 
 
@@ -186,7 +241,8 @@ def test_an_ended_lease_is_never_revived(store: Store, end: str) -> None:
         transitions.pass_deadline(store, limit=9)
 
     with nothing_changes(store):
-        answer = transitions.renew(store, [renewal(lease, progress="1", checkpoint="1")])
+        said = {"progress": "1", "checkpoint": "1", "stop_requested": True, "acknowledged": True}
+        answer = transitions.renew(store, [renewal(lease, **said)])
 
     assert answer.renewed == answer.unanswered == frozenset()
     assert answer.lost == {("job", 1): AttemptState(attempt_row(store, lease)["state"])}

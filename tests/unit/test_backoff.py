@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 from celery_lease.backoff import (
     MAX_ATTEMPTS,
     RUNNER_LOST,
+    STOPPED,
+    UNCOUNTED_ENDS,
     AfterLoss,
     after_loss,
     full_jitter,
+    is_loss_counted,
     jittered,
     local_deadline,
     lost_delay_seconds,
     redispatch_gap_seconds,
 )
-from celery_lease.states import JobState, OnExpiry
+from celery_lease.states import JobState, LossCause, OnExpiry
 
 SCHEDULE = (0, 1, 4, 16, 60)
 RANDOM = st.floats(0, 1, exclude_max=True)
@@ -69,6 +72,53 @@ def test_the_last_allowed_loss_interrupts_the_job_whatever_the_policy(
 
 def test_one_loss_less_than_allowed_does_not_interrupt_the_job() -> None:
     assert loss(2, max_attempts=3).state is JobState.RETRY_WAIT
+
+
+def test_a_loss_that_is_not_counted_queues_the_job_at_once_and_never_interrupts_it() -> None:
+    after = after_loss(
+        lost_count=5,
+        max_attempts=1,
+        on_expiry=OnExpiry.RETRY,
+        schedule=SCHEDULE,
+        is_counted=False,
+    )
+
+    assert after == AfterLoss(JobState.QUEUED, 0.0, STOPPED, is_counted=False)
+
+
+@pytest.mark.parametrize(
+    ("on_expiry", "state"), [(OnExpiry.HOLD, JobState.HELD), (OnExpiry.FAIL, JobState.FAILED)]
+)
+def test_a_loss_that_is_not_counted_is_held_or_failed_like_any_other(
+    on_expiry: OnExpiry, state: JobState
+) -> None:
+    after = after_loss(
+        lost_count=0, max_attempts=1, on_expiry=on_expiry, schedule=SCHEDULE, is_counted=False
+    )
+
+    assert after == AfterLoss(state, 0.0, RUNNER_LOST, is_counted=False)
+
+
+@pytest.mark.parametrize(
+    ("cause", "stop_requested", "uncounted_ends", "is_counted"),
+    [
+        (LossCause.LOST, False, 0, True),
+        (LossCause.EXPIRED, False, 0, True),
+        (LossCause.LOST, True, 0, False),
+        (LossCause.EXPIRED, True, UNCOUNTED_ENDS - 1, False),
+        (LossCause.EXPIRED, True, UNCOUNTED_ENDS, True),
+        (LossCause.LOST, True, UNCOUNTED_ENDS + 1, True),
+        (LossCause.STALLED, True, 0, True),
+    ],
+)
+def test_only_a_runner_that_was_asked_to_stop_is_spared_and_only_so_often(
+    cause: LossCause, *, stop_requested: bool, uncounted_ends: int, is_counted: bool
+) -> None:
+    counted = is_loss_counted(
+        cause=cause, stop_requested=stop_requested, uncounted_ends=uncounted_ends
+    )
+
+    assert counted is is_counted
 
 
 # --- delays -------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def seen_statement(store: Store) -> Any:
 
 
 def take_over_statement(store: Store) -> Any:
-    """Return the job UPDATE of a take-over: running → running, token + 1, one loss more."""
+    """Return the job UPDATE of a take-over: running → running, token + 1, a loss if counted."""
     job = store.tables.job
     return (
         sa.update(job)
@@ -196,5 +196,10 @@ def take_over_statement(store: Store) -> Any:
             job.c.fencing_token == bindparam("p_token"),
             job.c.lease_owner == bindparam("p_held_by"),
         )
-        .values({**_running_values(job), job.c.lost_count: job.c.lost_count + 1})
+        .values(
+            {
+                **_running_values(job),
+                job.c.lost_count: job.c.lost_count + bindparam("p_losses", type_=sa.Integer),
+            }
+        )
     )

@@ -205,7 +205,9 @@ def take_over(
         lease = Held(delivery.job_id, ended_token, row["lease_owner"])
         if not end_lost(store, connection, lease, cause=LossCause.EXPIRED, reason="taken over"):
             return Refused(Refusal.RUNNING, JobState.RUNNING, row["lease_owner"])
-        decision = decide(row, lost_backoff)
+        decision = decide(
+            store, connection, lease, row, cause=LossCause.EXPIRED, lost_backoff=lost_backoff
+        )
         if decision.state is not JobState.QUEUED:
             vanished = apply_loss(
                 store, connection, lease, row, decision=decision, cause=LossCause.EXPIRED
@@ -213,7 +215,12 @@ def take_over(
             return Refused(Refusal.POLICY, decision.state, None, vanished)
         moved = connection.execute(
             built(store, "take_over", take_over_statement),
-            parameters | {"p_token": ended_token, "p_held_by": row["lease_owner"]},
+            parameters
+            | {
+                "p_token": ended_token,
+                "p_held_by": row["lease_owner"],
+                "p_losses": int(decision.is_counted),
+            },
         ).rowcount
         if moved != 1:
             raise AssertionError("a locked job row changed under its lock")

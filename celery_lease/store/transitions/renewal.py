@@ -25,7 +25,8 @@ def renew(store: Store, renewals: Sequence[Renewal]) -> Renewed:
 
     Args:
         store: the store.
-        renewals: the leases, with the progress and checkpoints that changed.
+        renewals: the leases, with the progress and checkpoints that changed. When a stop was
+            requested or a message acknowledged is written once: saying it again changes nothing.
 
     Returns:
         Which were renewed, which are lost, and which must be asked for again.
@@ -120,6 +121,13 @@ def _renewal_values(attempt: Any, renewals: Sequence[Renewal]) -> dict[Any, Any]
         }
         if changed:
             values[column] = case(changed, value=_pair_text(attempt), else_=column)
+    for column, leases in (
+        (attempt.c.stop_requested_at, [r.lease for r in renewals if r.stop_requested]),
+        (attempt.c.acknowledged_at, [r.lease for r in renewals if r.acknowledged]),
+    ):
+        if leases:
+            said = _pair_text(attempt).in_([_pair_key(lease) for lease in leases])
+            values[column] = case((said, sa.func.coalesce(column, clock())), else_=column)
     return values
 
 

@@ -6,25 +6,69 @@ from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import select
+from sqlalchemy import bindparam, case, select
 from sqlalchemy.engine import Connection, RowMapping
+from sqlalchemy.sql.elements import ColumnElement
 
-from celery_lease.backoff import AfterLoss, after_loss
+from celery_lease.backoff import AfterLoss, after_loss, is_loss_counted
 from celery_lease.records import Held, Vanished
-from celery_lease.states import JobState, LossCause, OnExpiry
+from celery_lease.states import AttemptState, JobState, LossCause, OnExpiry
 from celery_lease.store.dialects import Later, clock, unindexed
 from celery_lease.store.engine import Store
-from celery_lease.store.transitions.statements import clean, lock_job, state_or_busy
+from celery_lease.store.transitions.statements import built, clean, lock_job, state_or_busy
 
 
-def decide(row: RowMapping, lost_backoff: Sequence[float]) -> AfterLoss:
-    """Return what the policy says of one more loss of a locked job."""
+def is_uncounted_end(attempt: Any) -> ColumnElement[bool]:
+    """Return whether an attempt's end was one that the cap on uncounted ends is about."""
+    vanished = attempt.c.state.in_([AttemptState.EXPIRED.value, AttemptState.LOST.value])
+    return sa.or_(
+        attempt.c.state == AttemptState.RELEASED.value,
+        sa.and_(vanished, attempt.c.stop_requested_at.is_not(None)),
+    )
+
+
+def decide(
+    store: Store,
+    connection: Connection,
+    lease: Held,
+    row: RowMapping,
+    *,
+    cause: LossCause,
+    lost_backoff: Sequence[float],
+) -> AfterLoss:
+    """Return what the policy says of the runner of a locked job, whose attempt has been ended.
+
+    Only then is it known whether it was asked to stop: a renewal, which does not ask for the
+    job's row, may say so until its attempt has ended.
+    """
+    asked = connection.execute(
+        built(store, "stops", _stops_statement),
+        {"p_id": lease.job_id, "p_token": lease.fencing_token},
+    ).one()
+    is_counted = is_loss_counted(
+        cause=cause,
+        stop_requested=bool(asked.stop_requested),
+        uncounted_ends=int(asked.uncounted_ends),
+    )
     return after_loss(
-        lost_count=row["lost_count"] + 1,
+        lost_count=row["lost_count"] + is_counted,
         max_attempts=row["max_attempts"],
         on_expiry=OnExpiry(row["on_expiry"]),
         schedule=lost_backoff,
+        is_counted=is_counted,
     )
+
+
+def _stops_statement(store: Store) -> Any:
+    """Return the read of whether an attempt was asked to stop, and of how many were spared."""
+    attempt = store.tables.attempt
+    this = attempt.c.fencing_token == bindparam("p_token")
+    earlier = sa.and_(sa.not_(this), is_uncounted_end(attempt))
+    stopping = sa.and_(this, attempt.c.stop_requested_at.is_not(None))
+    return select(
+        sa.func.max(case((stopping, 1), else_=0)).label("stop_requested"),
+        sa.func.sum(case((earlier, 1), else_=0)).label("uncounted_ends"),
+    ).where(attempt.c.job_id == bindparam("p_id"))
 
 
 def end_lost(
@@ -35,6 +79,7 @@ def end_lost(
     cause: LossCause,
     reason: str,
     trace: str | None = None,
+    stopping: bool = False,
 ) -> bool:
     """End a vanished runner's attempt. The count of this UPDATE decides: it carries the expiry."""
     attempt = store.tables.attempt
@@ -52,6 +97,9 @@ def end_lost(
         statement = statement.where(attempt.c.lease_expires_at < clock())
     if trace is not None:
         statement = statement.values(traceback=clean(trace))
+    if stopping:
+        asked_at = sa.func.coalesce(attempt.c.stop_requested_at, clock())
+        statement = statement.values(stop_requested_at=asked_at)
     return connection.execute(statement).rowcount == 1
 
 
@@ -78,7 +126,7 @@ def apply_loss(
 ) -> Vanished:
     """Write what the policy decided into the locked job row, whose attempt has been ended."""
     job, attempt = store.tables.job, store.tables.attempt
-    count = row["lost_count"] + 1
+    count = row["lost_count"] + decision.is_counted
     values: dict[str, Any] = {
         "state": decision.state.value,
         "state_reason": decision.reason,
@@ -127,6 +175,7 @@ def apply_loss(
         finished_at=after["finished_at"],
         worker=after["worker"],
         owner=lease.owner,
+        is_counted=decision.is_counted,
     )
 
 
@@ -138,8 +187,22 @@ def lost(
     reason: str,
     lost_backoff: Sequence[float],
     trace: str | None = None,
+    stopping: bool = False,
 ) -> Vanished | None:
     """Report a vanished runner, by its token and owner; the policy says what follows.
+
+    One that was asked to stop is not counted as a loss, up to a cap (design, section 7); a
+    stall always is.
+
+    Args:
+        store: the store.
+        lease: the lease it held.
+        cause: how it was found to have vanished.
+        reason: why the attempt ended, kept on its row.
+        lost_backoff: ``lease_lost_backoff``, seconds.
+        trace: the stack of the thread that stood still, kept on the attempt.
+        stopping: True when the caller knows that it had been asked to stop, whether a renewal
+            has told the store or not.
 
     Returns:
         What the policy did. None: the attempt had ended, or (cause ``expired``) was renewed;
@@ -152,9 +215,17 @@ def lost(
             if row is None:
                 state_or_busy(store, connection, lease.job_id)
                 return None
-            if not end_lost(store, connection, lease, cause=cause, reason=reason, trace=trace):
+            if not end_lost(
+                store,
+                connection,
+                lease,
+                cause=cause,
+                reason=reason,
+                trace=trace,
+                stopping=stopping,
+            ):
                 return None
-            decision = decide(row, lost_backoff)
+            decision = decide(store, connection, lease, row, cause=cause, lost_backoff=lost_backoff)
             return apply_loss(store, connection, lease, row, decision=decision, cause=cause)
 
     return store.retrying(work)
@@ -210,13 +281,21 @@ def expire(
                 if end_lost(
                     store, connection, lease, cause=LossCause.EXPIRED, reason="lease ended"
                 ):
+                    decision = decide(
+                        store,
+                        connection,
+                        lease,
+                        row,
+                        cause=LossCause.EXPIRED,
+                        lost_backoff=lost_backoff,
+                    )
                     given_on.append(
                         apply_loss(
                             store,
                             connection,
                             lease,
                             row,
-                            decision=decide(row, lost_backoff),
+                            decision=decision,
                             cause=LossCause.EXPIRED,
                         )
                     )
