@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -79,6 +79,15 @@ def dispatch_key(job_id: str, version: int, count: int, *, replay: bool = False)
 def is_replay(key: object) -> bool:
     """Tell whether a dispatch key marks a message that was sent to settle a final job."""
     return isinstance(key, str) and key.endswith(f":{REPLAY_MARK}")
+
+
+def dispatch_count_of(headers: Mapping[str, Any]) -> int | None:
+    """Return which dispatch of its job a message was; None when it does not say, or is a replay."""
+    key = headers.get(DISPATCH_HEADER)
+    if not isinstance(key, str) or is_replay(key):
+        return None
+    count = key.rpartition(":")[2]
+    return int(count) if count.isdecimal() else None
 
 
 @dataclass(slots=True)

@@ -9,18 +9,24 @@ use in a process.
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import socket
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from celery import signals
 from celery.app.amqp import AMQP
 from celery.utils.imports import symbol_by_name
 
-from celery_lease import periodic, worker
+from celery_lease import endings, periodic, steps, worker
+from celery_lease.celery_events import EventStream
+from celery_lease.claims import PATH_VARIABLE, ClaimTeller, LocalTeller, Teller
 from celery_lease.dispatch import BrokerPublisher, RecordingProducer
 from celery_lease.exceptions import SettingError
+from celery_lease.owners import OwnerFolder
 from celery_lease.reaper import PassResult, Reaper
 from celery_lease.runtime import PerProcess, Runtime
 from celery_lease.settings import (
@@ -31,8 +37,12 @@ from celery_lease.settings import (
     unknown_options,
     unknown_settings,
 )
+from celery_lease.stopping import StopFlag
 from celery_lease.store.engine import Store
 from celery_lease.store.migrations import ensure_schema
+from celery_lease.worker_heartbeat import WorkerHeartbeat
+
+logger = logging.getLogger(__name__)
 
 
 class Extension:
@@ -47,10 +57,15 @@ class Extension:
         self._lock = threading.RLock()
         self._settings: Settings | None = None
         self._store: Store | None = None
+        self._owner_folder: OwnerFolder | None = None
         self._runtimes = PerProcess(self._make_runtime)
         self._task_settings: dict[str, TaskSettings] = {}
-        #: Set while a worker runs in this process.
-        self.worker_thread: worker.ReaperThread | None = None
+        #: Set while a worker runs in this process; its children inherit the last two.
+        self.worker_thread: worker.WorkerThread | None = None
+        self.claims: worker.WorkerClaims | None = None
+        self.stop_flag: StopFlag | None = None
+        self.event_stream: EventStream | None = None
+        self.worker_heartbeat: WorkerHeartbeat | None = None
 
     @property
     def app(self) -> Any:
@@ -109,15 +124,29 @@ class Extension:
         return self._store
 
     @property
+    def owner_folder(self) -> OwnerFolder:
+        """The folder of this host's owner files."""
+        if self._owner_folder is None:
+            self._owner_folder = OwnerFolder(self.settings.run_dir, store=self.raw_store)
+        return self._owner_folder
+
+    @property
     def runtime(self) -> Runtime:
         """This process's leases."""
         return self._runtimes.get()
+
+    def tell(self, word: Callable[[Extension, Store], object]) -> None:
+        """Have the store told something by the thread of this worker; nothing without a worker."""
+        if self.worker_thread is not None:
+            self.worker_thread.tell(functools.partial(word, self))
 
     def stop_runtime(self) -> None:
         """Write what this process still has to say, and end its threads."""
         runtime = self._runtimes.existing()
         if runtime is not None:
             runtime.stop()
+        if self.event_stream is not None:
+            self.event_stream.flush()
 
     def _make_runtime(self) -> Runtime:
         # The raw store: a delivery waits for its tables to be checked as it waits for a claim.
@@ -125,10 +154,28 @@ class Extension:
             store=self.raw_store,
             settings=self.settings,
             worker=worker.node_name(),
+            owner_folder=self.owner_folder,
+            teller=self._make_teller(),
+            stop_flag=self.stop_flag,
+            on_vanished=lambda vanished: self.reaper().follow_up(vanished),
             prepare=lambda: ensure_schema(
                 self.raw_store, auto_migrate=self.settings.store_auto_migrate
             ),
         )
+
+    def _make_teller(self) -> Teller | None:
+        """Return how this process says to its worker's main process what it has claimed."""
+        if self.claims is not None and self.claims.pid == os.getpid():
+            return LocalTeller(self.claims.heard)
+        path = os.environ.get(PATH_VARIABLE)
+        if path is None:
+            return None
+        try:
+            return ClaimTeller(path)
+        except OSError as error:
+            # Its messages are acknowledged at the end of the attempt.
+            logger.warning("lease.claim.untold problem=%r", str(error))
+            return None
 
     def check_at_start(self) -> None:
         """Check the app's settings and the options of all its leased tasks together.
@@ -149,6 +196,8 @@ class Extension:
         # Makes the engine, which connects to nothing: the driver is then loaded before the
         # pool forks, and its memory shared by the children.
         self.raw_store.engine  # noqa: B018
+        # An unusable folder is said once, here, and not by every child.
+        self.owner_folder.is_usable  # noqa: B018
 
     def reaper(self, **options: Any) -> Reaper:
         """Return a reaper of this app."""
@@ -257,7 +306,9 @@ def install(app: Any, **settings: Any) -> Extension:
 def _wire(app: Any, extension: Extension) -> None:
     _record_publishes(app, extension)
     periodic.register(app, extension.run_pass)
-    app.steps["worker"].add(worker.step_for(extension))
+    step, end_step = steps.steps_for(extension)
+    app.steps["worker"].add(step)
+    app.steps["consumer"].add(end_step)
     if app.finalized:
         extension.on_finalized()
     else:
@@ -335,9 +386,7 @@ def _revoked(sender: Any = None, request: Any = None, expired: Any = None, **_: 
     if expired or not is_leased(sender):
         # What expired is ended by the reaper, by the store's clock.
         return
-    thread = extension_of(sender.app).worker_thread
-    if thread is not None:
-        thread.tell(functools.partial(worker.cancel_revoked, job_id=request.id))
+    extension_of(sender.app).tell(functools.partial(endings.cancel_revoked, job_id=request.id))
 
 
 def _schedule_in_beat(sender: Any, **_: Any) -> None:
@@ -349,6 +398,21 @@ def _schedule_in_beat(sender: Any, **_: Any) -> None:
         sender.scheduler.update_from_dict({periodic.REAP: conf.beat_schedule[periodic.REAP]})
 
 
+def _watch_signals(sender: Any, **_: Any) -> None:
+    extension = _extensions.get(sender.app)
+    if extension is not None and extension.stop_flag is not None:
+        steps.watch_signals(extension.stop_flag)
+
+
+def _shutting_down(**_: Any) -> None:
+    # Where the signal's handler was replaced by somebody: late on a soft stop, not too late.
+    for extension in list(_extensions.values()):
+        if extension.stop_flag is not None:
+            extension.stop_flag.set()
+
+
+signals.worker_ready.connect(_watch_signals, weak=False)
+signals.worker_shutting_down.connect(_shutting_down, weak=False)
 signals.beat_init.connect(_schedule_in_beat, weak=False)
 signals.task_revoked.connect(_revoked, weak=False)
 signals.worker_process_shutdown.connect(_stop_runtimes, weak=False)

@@ -7,21 +7,26 @@ too late.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import TypeVar
 
 from celery_lease import events
 from celery_lease.backoff import full_jitter
+from celery_lease.claims import Answer, Claim, Teller
 from celery_lease.exceptions import StoreUnavailable
 from celery_lease.heartbeat import Heartbeat, Settled
 from celery_lease.lease import Lease
+from celery_lease.native import NativeThread, is_patched
+from celery_lease.owners import OwnerFile, OwnerFolder
+from celery_lease.reaper import report_vanished
 from celery_lease.records import (
     Accepted,
     ClaimAnswer,
@@ -30,20 +35,24 @@ from celery_lease.records import (
     Failure,
     FinishAnswer,
     Late,
-    Renewal,
     Stale,
     Vanished,
 )
-from celery_lease.settings import Settings, TaskSettings
+from celery_lease.settings import HeartbeatFrom, Settings, TaskSettings
 from celery_lease.states import LossCause
+from celery_lease.stopping import StopFlag
 from celery_lease.store import transitions
 from celery_lease.store.engine import Store
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 #: Waits between two tries of a store that is away, seconds: first and longest.
 PATIENCE_FIRST_SECONDS = 0.1
 PATIENCE_LONGEST_SECONDS = 2.0
+#: A body that doubts its lease waits so long at most for the main process's word.
+ANSWER_SECONDS = 1.0
 #: An outcome is tried at least this long, even if the lease is nearly over.
 SHORTEST_PATIENCE_SECONDS = 2.0
 
@@ -53,7 +62,12 @@ def owner_name() -> str:
 
     The random part is what makes it unique: hosts share names and pids come back (B042).
     """
-    return f"{socket.gethostname()[:100]}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
+    return f"{owner_prefix(os.getpid())}{uuid.uuid4().hex[:12]}"
+
+
+def owner_prefix(pid: int) -> str:
+    """Return how the owner names of a process of this host begin."""
+    return f"{socket.gethostname()[:100]}:{pid}:"
 
 
 class Runtime:
@@ -64,6 +78,10 @@ class Runtime:
         settings: the app's settings.
         worker: Celery's node name.
         prepare: checks the store's tables before a claim; cheap once they are checked.
+        owner_folder: where this process's owner file is, None for none.
+        teller: says to the worker's main process what was claimed, None where there is none.
+        stop_flag: raised when the worker is asked to stop, None outside of a worker.
+        on_vanished: does at once what a stalled job needs next; may block.
         monotonic: the clock of local deadlines.
         sleep: waits during an outage.
     """
@@ -75,6 +93,10 @@ class Runtime:
         settings: Settings,
         worker: str,
         prepare: Callable[[], None] = lambda: None,
+        owner_folder: OwnerFolder | None = None,
+        teller: Teller | None = None,
+        stop_flag: StopFlag | None = None,
+        on_vanished: Callable[[Vanished], None] = lambda _: None,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -83,12 +105,21 @@ class Runtime:
         self.settings = settings
         self.worker = worker
         self.owner = owner_name()
+        self._owner_file = None if owner_folder is None else OwnerFile(owner_folder, self.owner)
+        self._teller = teller
+        self._stop_flag = stop_flag
+        self._stop_watch: threading.Thread | None = None
+        self._on_vanished = on_vanished
         self._monotonic = monotonic
         self._sleep = sleep
+        # What our own threads use; under gevent they are native and share no connection.
+        self._threads_store = store.apart() if is_patched() else store
         self.heartbeat = Heartbeat(
-            renew=lambda renewals: transitions.renew(store, renewals),
-            settle=lambda outcomes: transitions.settle(store, outcomes),
+            renew=lambda renewals: transitions.renew(self._threads_store, renewals),
+            settle=lambda outcomes: transitions.settle(self._threads_store, outcomes),
             worker=worker,
+            before_beat=self._say_and_hear,
+            on_stalled=self._give_up_stalled,
             monotonic=monotonic,
         )
 
@@ -122,6 +153,8 @@ class Runtime:
             settle_grace_seconds=self.settings.settle_grace,
         )
         sends: list[float] = []
+        if self._owner_file is not None:
+            self._owner_file.create()
 
         def ask() -> ClaimAnswer:
             self._prepare()
@@ -134,6 +167,9 @@ class Runtime:
         # A repetition may be told of the first call's claim, so the deadline counts from the
         # first send; a renewal then says how long the lease really has.
         lease = self._hold(answer, task_settings, sends[0])
+        self._say_and_hear({})
+        self._say(lease)
+        self._watch_for_stop()
         if len(sends) > 1:
             self.confirm(lease)
         return answer, lease
@@ -146,6 +182,12 @@ class Runtime:
             sent_at=sent_at,
             on_surrender=self.heartbeat.remove,
             on_checkpoint=self.heartbeat.beat_soon,
+            on_doubt=self._ask_again,
+            from_worker=task_settings.heartbeat_from is HeartbeatFrom.WORKER
+            and self._teller is not None
+            and self._teller.is_apart,
+            stop_flag=self._stop_flag,
+            stall_timeout_seconds=task_settings.stall_timeout_seconds,
             monotonic=self._monotonic,
         )
         self.heartbeat.add(lease)
@@ -165,6 +207,86 @@ class Runtime:
         )
         return lease
 
+    # -- the worker's main process -------------------------------------------------------------
+
+    def _say(self, lease: Lease) -> None:
+        if self._teller is not None:
+            self._teller.tell(
+                Claim(
+                    job_id=lease.job_id,
+                    fencing_token=lease.fencing_token,
+                    owner=self.owner,
+                    pid=os.getpid(),
+                    lease_seconds=lease.lease_seconds,
+                    heartbeat_seconds=lease.heartbeat_seconds,
+                    from_worker=lease.from_worker,
+                )
+            )
+
+    def _say_and_hear(
+        self, leases: Mapping[tuple[str, int], Lease]
+    ) -> Mapping[tuple[str, int], str]:
+        """Say again what was not answered, and take the answers; never blocks.
+
+        Returns:
+            The leases that the main process found lost, with the reason.
+        """
+        lost: dict[tuple[str, int], str] = {}
+        if self._teller is None:
+            return lost
+        for answer in self._teller.answers():
+            self._take(answer, leases, lost)
+        for lease in leases.values():
+            # The word of a lease that the main process renews is the sign of life it waits for.
+            if not lease.is_known or lease.from_worker:
+                self._say(lease)
+        return lost
+
+    def _ask_again(self, lease: Lease) -> None:
+        """Ask the main process for its last renewal: this one's heartbeat may have been starved.
+
+        Called by the body, whose lease looks lost by its own clock.
+        """
+        if self._teller is None or not lease.from_worker:
+            return
+        leases = {(lease.job_id, lease.fencing_token): lease}
+        lost: dict[tuple[str, int], str] = {}
+        self._say_and_hear(leases)
+        for answer in self._teller.answers(wait_seconds=ANSWER_SECONDS):
+            self._take(answer, leases, lost)
+            if not lease.is_past:
+                return
+
+    @staticmethod
+    def _take(
+        answer: Answer,
+        leases: Mapping[tuple[str, int], Lease],
+        lost: dict[tuple[str, int], str],
+    ) -> None:
+        key = (answer.job_id, answer.fencing_token)
+        lease = leases.get(key)
+        if lease is None:
+            return
+        lease.is_known = True
+        lease.is_acknowledged |= answer.acknowledged
+        if answer.sent_at is not None:
+            lease.renewed_by_worker(answer.sent_at)
+        if answer.lost is not None:
+            lost[key] = answer.lost
+
+    def _watch_for_stop(self) -> None:
+        """Have it written soon that the body was asked to stop: its process may be killed soon."""
+        if self._stop_flag is None or self._stop_watch is not None:
+            return
+        flag = self._stop_flag
+
+        def watch() -> None:
+            if flag.wait():
+                self.heartbeat.beat_soon()
+
+        self._stop_watch = threading.Thread(target=watch, name="celery-lease-stop", daemon=True)
+        self._stop_watch.start()
+
     def confirm(self, lease: Lease) -> bool:
         """Renew a lease now; True when the store says that it is still held."""
         renewal = lease.renewal()
@@ -174,9 +296,9 @@ class Runtime:
         )
         key = (lease.job_id, lease.fencing_token)
         if key in answer.renewed:
-            lease.renewed(sent_at)
+            lease.renewed(sent_at, renewal)
             return True
-        lease.give_back(Renewal(lease.held, renewal.progress, renewal.checkpoint))
+        lease.give_back(renewal)
         return key in answer.unanswered and not lease.lost
 
     # -- the end -------------------------------------------------------------------------------
@@ -208,7 +330,7 @@ class Runtime:
                 is known, and the job is given on by the reaper.
         """
         self.heartbeat.remove(lease)
-        progress, checkpoint = lease.take_reports()
+        progress, checkpoint = lease.newest_reports()
         parting = transitions.Parting(
             reason=reason,
             worker_now=_now(),
@@ -253,7 +375,7 @@ class Runtime:
         """End an attempt whose lease was given up; None when it had ended already."""
         self.heartbeat.remove(lease)
         try:
-            return transitions.lost(
+            vanished = transitions.lost(
                 self.store,
                 lease.held,
                 cause=LossCause.LOST,
@@ -264,6 +386,53 @@ class Runtime:
             # Its end is written by the reaper then, when the lease has run out.
             events.emit(events.STORE_UNAVAILABLE, worker=self.worker, reason=str(error))
             return None
+        if vanished is not None:
+            report_vanished(vanished)
+        return vanished
+
+    def _give_up_stalled(self, lease: Lease) -> None:
+        # In a thread of its own: the store and the broker may be slow, the heartbeat must not be.
+        thread = NativeThread(lambda: self._end_stalled(lease), name="celery-lease-stall")
+        thread.start()
+
+    def _end_stalled(self, lease: Lease) -> None:
+        """End the attempt of a body without progress, with its stack, and interrupt the body."""
+        silence = lease.stall_watch.silence_seconds(self._monotonic())
+        reason = f"no progress for {silence:.1f} s"
+        stack = lease.interruption.stack()
+        try:
+            vanished = self._patiently(
+                lambda: transitions.lost(
+                    self._threads_store,
+                    lease.held,
+                    cause=LossCause.STALLED,
+                    reason=reason,
+                    lost_backoff=self.settings.lost_backoff,
+                    trace=stack,
+                ),
+                # Nobody renews it any more: then it has run out, and the reaper gives it on.
+                until=lease.surely_ended_at,
+            )
+        except StoreUnavailable:
+            vanished = None
+        except Exception:
+            # The thread's outer edge; the lease runs out all the same.
+            logger.exception("lease.stall.failed worker=%s", self.worker)
+            vanished = None
+        # Not before: interrupted, the body would end its attempt without the stack.
+        lease.mark_lost(f"the attempt is stalled: {reason}")
+        lease.interrupt()
+        if vanished is None:
+            return
+        events.emit(
+            events.ATTEMPT_STALLED,
+            job_id=lease.job_id,
+            fencing_token=lease.fencing_token,
+            worker=self.worker,
+            silence_seconds=silence,
+            state=vanished.state,
+        )
+        lease.interruption.run_beside(lambda: self._on_vanished(vanished))
 
     def settle_later(self, outcome: Settled) -> None:
         """Record that Celery has been told an outcome."""
@@ -272,6 +441,11 @@ class Runtime:
     def stop(self) -> None:
         """Write what is left and end the thread."""
         self.heartbeat.stop()
+        if self._teller is not None:
+            self._teller.close()
+        # With a lease left, in a thread that nobody waits for, its file tells its end at once.
+        if self._owner_file is not None and self.heartbeat.is_empty:
+            self._owner_file.remove()
 
     def _patiently(self, call: Callable[[], T], *, until: float) -> T:
         tries = 0

@@ -1,14 +1,16 @@
-"""The worker's main process: checks at start, and a reaper that needs neither beat nor pool.
+"""The worker's main process: what it hears of claims, and its thread to the store.
 
 Recovery must hang neither on beat nor on a free slot of the pool (seed S2): a worker that sees
 no pass recorded for two intervals makes one itself, in a thread of its main process. That
 thread and a fork must not meet: a child forked while it holds a lock of a library would hang
 on that lock (B047). ``ForkGate`` keeps forks out of each of its steps.
+
+What becomes of a single delivery is not here: ``request`` sees it, ``endings`` tells it. When
+all this begins and ends is in ``steps``.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import socket
@@ -19,30 +21,47 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from billiard.einfo import ExceptionWithTraceback
-from celery import bootsteps
-from celery.worker.request import Request
+from celery.worker import state
 
 from celery_lease import events
 from celery_lease.exceptions import StoreUnavailable
-from celery_lease.states import JobState
-from celery_lease.store import queries, transitions
+from celery_lease.owners import OwnerWatch, report_dead_owners
+from celery_lease.reaper import report_vanished
+from celery_lease.records import Held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from celery_lease.claims import Answer, Claim, ClaimSocket
+    from celery_lease.extension import Extension
+    from celery_lease.records import Vanished
     from celery_lease.store.engine import Store
 
 logger = logging.getLogger(__name__)
 
 #: A fork waits this long for the thread's step to end, then happens anyway.
 FORK_WAIT_SECONDS = 5.0
+#: How often the owner files of this host are looked at: a whole worker that was killed is known
+#: within a second (design, section 5).
+OWNER_LOOK_SECONDS = 0.5
+#: How long, and of how many attempts, it is remembered that Celery was told. A child settles
+#: within ``SETTLE_SECONDS`` (``heartbeat``), unless it dies first.
+TOLD_SECONDS = 5.0
+MOST_TOLD = 1000
+#: Claims kept of which the pool has not said yet that the job was accepted.
+MOST_EARLY = 1000
 
 
 class ForkGate:
-    """A lock that a fork of this process waits for."""
+    """A lock that a fork of this process waits for.
 
-    def __init__(self) -> None:
+    Args:
+        is_last: True for the gate of a thread that others wait for inside theirs: a fork takes it
+            after all of those, or it would hold what they need while it waits for them.
+    """
+
+    def __init__(self, *, is_last: bool = False) -> None:
+        self.is_last = is_last
         self._lock = threading.Lock()
         self._held = False
         _gates.add(self)
@@ -72,7 +91,7 @@ _gates: weakref.WeakSet[ForkGate] = weakref.WeakSet()
 
 def _each(call: str) -> Any:
     def run() -> None:
-        for gate in list(_gates):
+        for gate in sorted(_gates, key=lambda gate: gate.is_last):
             getattr(gate, call)()
 
     return run
@@ -87,15 +106,22 @@ os.register_at_fork(
 _node_name: str | None = None
 
 
+def be_node(name: str) -> None:
+    """Take Celery's node name: one worker a process, whose children inherit it."""
+    global _node_name  # noqa: PLW0603  see above
+    _node_name = name
+
+
 def node_name() -> str:
     """Return Celery's node name of this worker, or the host and pid of another process."""
     return _node_name or f"{socket.gethostname()}:{os.getpid()}"
 
 
-class ReaperThread:
+class WorkerThread:
     """The main process's dealings with the store.
 
-    A pass when nobody else makes one, and word of what never reaches a child.
+    Word of what never reaches a child, a look at the owner files of this host, and a pass when
+    nobody else makes one.
 
     Args:
         extension: the app's extension.
@@ -104,23 +130,24 @@ class ReaperThread:
     """
 
     def __init__(
-        self, extension: Any, *, interval_seconds: float, makes_passes: bool = True
+        self, extension: Extension, *, interval_seconds: float, makes_passes: bool = True
     ) -> None:
         self._extension = extension
         self._interval_seconds = interval_seconds
         self._makes_passes = makes_passes
         self._gate = ForkGate()
+        self._watch = OwnerWatch(extension.owner_folder)
         self._wakeup = threading.Event()
         self._stopping = False
         self._told: deque[Callable[[Store], object]] = deque()
-        self._thread = threading.Thread(target=self._run, name="celery-lease-reaper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="celery-lease-worker", daemon=True)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
     def stop(self, timeout_seconds: float = 2.0) -> None:
-        """End, within the timeout."""
+        """Tell what is left and end, within the timeout."""
         self._stopping = True
         self._wakeup.set()
         self._thread.join(timeout_seconds)
@@ -141,6 +168,20 @@ class ReaperThread:
                 self._told.appendleft(word)
                 raise
 
+    def look_for_the_dead(self) -> None:
+        """Report the leases of every process of this host that is gone."""
+        with self._gate():
+            report_dead_owners(
+                self._extension.raw_store,
+                self._watch,
+                lost_backoff=self._extension.settings.lost_backoff,
+                on_vanished=self._on_vanished,
+            )
+
+    def _on_vanished(self, vanished: Vanished) -> None:
+        report_vanished(vanished)
+        self._extension.reaper().follow_up(vanished)
+
     def look_once(self) -> bool:
         """Make a pass if none was recorded for two intervals; tell whether one was made."""
         with self._gate():
@@ -151,102 +192,73 @@ class ReaperThread:
         return True
 
     def _run(self) -> None:
-        due = time.monotonic() + self._interval_seconds / 2
+        look_due = time.monotonic()
+        pass_due = time.monotonic() + self._interval_seconds / 2
         while not self._stopping:
-            self._wakeup.wait(max(0.0, due - time.monotonic()))
+            now = time.monotonic()
+            self._wakeup.wait(max(0.0, min(look_due, pass_due) - now))
             self._wakeup.clear()
             try:
                 self.tell_once()
-                if time.monotonic() >= due:
-                    due = time.monotonic() + self._interval_seconds / 2
+                if time.monotonic() >= look_due:
+                    look_due = time.monotonic() + OWNER_LOOK_SECONDS
+                    self.look_for_the_dead()
+                if time.monotonic() >= pass_due:
+                    pass_due = time.monotonic() + self._interval_seconds / 2
                     if self._makes_passes and not self._stopping:
                         self.look_once()
             except StoreUnavailable as error:
                 events.emit(events.STORE_UNAVAILABLE, worker=node_name(), reason=str(error))
+                # What was not told is told again with the next look, not in a tight loop.
+                look_due = max(look_due, time.monotonic() + OWNER_LOOK_SECONDS)
             except Exception:
                 # The thread's outer edge: without it this worker never reaps again.
                 logger.exception("lease.pass.failed worker=%s", node_name())
 
 
-class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
-    """A delivery of a leased task, as the worker's main process sees it."""
+class WorkerClaims:
+    """What the main process has heard of its children's claims.
 
-    def on_failure(
-        self,
-        exc_info: Any,
-        send_failed_event: Any = True,  # noqa: FBT002  Celery's own signature
-        return_ok: Any = False,  # noqa: FBT002  Celery's own signature
-    ) -> Any:
-        """Take a failure; a body's ``MemoryError`` must not end the main process.
+    A word of a claim and the pool's word that the job was accepted come by two ways, and either
+    may be first.
+    """
 
-        Celery raises it again there (5.7, ``celery/worker/request.py``): a prefork or solo
-        worker ends, and the message is delivered again. The child has survived it.
-        """
-        error = exc_info.exception
-        if isinstance(error, ExceptionWithTraceback):
-            error = error.exc
-        if isinstance(error, MemoryError):
-            exc_info = copy.copy(exc_info)
-            exc_info.exception = _MemoryExhausted(error)
-        return super().on_failure(exc_info, send_failed_event, return_ok)
+    def __init__(self) -> None:
+        #: The main process: its children have a copy of this that hears nothing.
+        self.pid = os.getpid()
+        self._early: dict[tuple[str, int], Claim] = {}
+        self._told: deque[tuple[float, Claim]] = deque(maxlen=MOST_TOLD)
+        self.socket: ClaimSocket | None = None
 
+    def heard(self, claim: Claim) -> Answer | None:
+        """Take a claim; None when its delivery is not known yet."""
+        for request in tuple(state.active_requests):
+            if request.id == claim.job_id and request.worker_pid == claim.pid:
+                if hasattr(request, "on_claimed"):
+                    return request.on_claimed(claim)  # type: ignore[no-any-return]
+                return None
+        if len(self._early) >= MOST_EARLY:
+            self._early.pop(next(iter(self._early)))
+        self._early[claim.job_id, claim.pid] = claim
+        return None
 
-class _MemoryExhausted(Exception):
-    """Stands in for a ``MemoryError``, and looks like it in Celery's events."""
+    def on_told(self, claim: Claim) -> None:
+        """Remember that Celery has stored the end of an attempt and sent its callbacks."""
+        self._told.append((time.monotonic(), claim))
 
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-        super().__init__(str(error))
+    def told_by(self, pid: int) -> list[Held]:
+        """Return what a child has told Celery of late; it settles that a second later."""
+        since = time.monotonic() - TOLD_SECONDS
+        return [
+            Held(claim.job_id, claim.fencing_token, claim.owner)
+            for at, claim in self._told
+            if claim.pid == pid and at >= since
+        ]
 
-    def __repr__(self) -> str:
-        return repr(self._error)
-
-
-def cancel_revoked(store: Store, job_id: str) -> None:
-    """End a job that Celery revoked, whichever worker forgets the revocation afterwards."""
-    if transitions.cancel(store, job_id, reason="revoked") is not JobState.CANCELLED:
-        return
-    found = queries.outcome(store, job_id)
-    if found is not None:
-        # Celery has told it already: REVOKED is stored, and its chord has the part.
-        outcome = found[0]
-        transitions.settle(store, [(job_id, outcome.fencing_token, outcome.finished_at)])
-
-
-def step_for(extension: Any) -> type[bootsteps.StartStopStep]:
-    """Return the worker's boot step for one app."""
-
-    class LeaseStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has no types
-        """Checks the settings before the pool starts, the store after, then watches passes."""
-
-        requires = ("celery.worker.components:Pool",)
-
-        def __init__(self, parent: Any, **options: Any) -> None:
-            global _node_name  # noqa: PLW0603  one worker a process; its children inherit it
-            super().__init__(parent, **options)
-            _node_name = parent.hostname
-            extension.check_at_start()
-
-        def start(self, parent: Any) -> None:
-            del parent
-            try:
-                extension.store  # noqa: B018  checks the tables
-            except StoreUnavailable as error:
-                # It may come later: deliveries wait for it, and nothing runs unclaimed.
-                logger.error("lease.store.unavailable %s", error)  # noqa: TRY400
-            extension.worker_thread = ReaperThread(
-                extension,
-                interval_seconds=extension.settings.reaper_interval,
-                makes_passes=extension.settings.reaper_in_worker,
-            )
-            extension.worker_thread.start()
-
-        def stop(self, parent: Any) -> None:
-            del parent
-            thread, extension.worker_thread = extension.worker_thread, None
-            if thread is not None:
-                thread.stop()
-
-        terminate = stop
-
-    return LeaseStep
+    def on_accepted(self, request: Any) -> None:
+        """Give a delivery the claim that was heard of before it was accepted."""
+        claim = self._early.pop((request.id, request.worker_pid), None)
+        if claim is not None:
+            answer = request.on_claimed(claim)
+            if self.socket is not None:
+                self.socket.answer(answer, claim.pid)

@@ -1,0 +1,222 @@
+"""A delivery of a leased task as the worker's main process sees it.
+
+Celery's own ``Request`` decides here what becomes of a message whose child has died, was killed by
+a hard time limit, or is cancelled by a stop. For a leased job the store decides: this class says
+what it saw (``endings``), takes the message off the broker, and writes nothing into the result
+backend. Its ``on_success`` and ``execute_using_pool`` cannot be overridden: Celery puts its own
+over them (``create_request_cls``; read: celery 5.5 to 5.7, ``celery/worker/request.py``).
+
+Acknowledging at the claim must leave ``acknowledged`` False: a cold shutdown cancels what is not
+acknowledged and waits for the rest to the end of its body (celery-facts, section 5).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from contextlib import suppress
+from typing import Any
+
+from billiard.einfo import ExceptionWithTraceback
+from billiard.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.worker import state
+from celery.worker.request import Request
+from celery.worker.request import logger as request_logger
+from celery.worker.state import task_ready
+
+from celery_lease import events
+from celery_lease.claims import Answer, Claim
+from celery_lease.deaths import death_reason
+from celery_lease.dispatch import RECORDED_HEADER, VERSION_HEADER, dispatch_count_of
+from celery_lease.endings import Gone, limit_exceeded, runner_lost, settle_told
+from celery_lease.extension import Extension, extension_of
+from celery_lease.records import Held
+from celery_lease.settings import Ack
+from celery_lease.task import encode_error
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
+    """A delivery of a leased task."""
+
+    #: What its child has said of the claim it won.
+    _claim: Claim | None = None
+    #: The broker has been told, whatever ``acknowledged`` says.
+    _is_acknowledged_at_claim = False
+    _is_reported = False
+
+    @property
+    def _extension(self) -> Extension:
+        return extension_of(self._app)
+
+    # -- the claim -----------------------------------------------------------------------------
+
+    def on_accepted(self, pid: int, time_accepted: float) -> None:
+        """Take note of the child; its claim may have been heard of before this."""
+        super().on_accepted(pid, time_accepted)
+        claims = self._extension.claims
+        if claims is not None:
+            claims.on_accepted(self)
+
+    def on_claimed(self, claim: Claim) -> Answer:
+        """Acknowledge the message: the claim has committed, and the reaper answers for the job."""
+        self._claim = claim
+        if not self._is_acknowledged_at_claim and not self.acknowledged and self._acks_at_claim():
+            self._is_acknowledged_at_claim = True
+            self._on_ack(request_logger, self._connection_errors)
+        heartbeat, sent_at = self._extension.worker_heartbeat, None
+        if claim.from_worker and heartbeat is not None and not self.acknowledged:
+            sent_at = heartbeat.watch(claim)
+        return Answer(
+            claim.job_id,
+            claim.fencing_token,
+            acknowledged=self._is_acknowledged_at_claim,
+            sent_at=sent_at,
+        )
+
+    def _acks_at_claim(self) -> bool:
+        return self._extension.settings_for(self.task).ack is Ack.CLAIM
+
+    def acknowledge(self) -> None:
+        """Acknowledge the message, unless the broker has been told at the claim.
+
+        Celery calls it when the child has reported its end, bookkeeping included.
+        """
+        self._renew_no_more()
+        claims = self._extension.claims
+        if claims is not None and self._claim is not None and not self._is_reported:
+            claims.on_told(self._claim)
+        if self._is_acknowledged_at_claim:
+            self.acknowledged = True
+        super().acknowledge()
+
+    def reject(self, requeue: bool = False) -> None:  # noqa: FBT001, FBT002  Celery's signature
+        """Give the message back, unless it is gone: then the store has the job."""
+        self._renew_no_more()
+        if self._is_acknowledged_at_claim:
+            self.acknowledged = True
+        super().reject(requeue)
+
+    def _renew_no_more(self) -> None:
+        heartbeat, claim = self._extension.worker_heartbeat, self._claim
+        if heartbeat is not None and claim is not None:
+            heartbeat.forget(claim.job_id, claim.fencing_token)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def on_failure(
+        self,
+        exc_info: Any,
+        send_failed_event: Any = True,  # noqa: FBT002  Celery's own signature
+        return_ok: Any = False,  # noqa: FBT002  Celery's own signature
+    ) -> Any:
+        """Take what a child reported, or that it is gone.
+
+        A body's ``MemoryError`` must not end the main process: Celery raises it again there (5.7),
+        a prefork or solo worker ends, and the message is delivered again. The child has survived
+        it.
+        """
+        error = exc_info.exception
+        if isinstance(error, ExceptionWithTraceback):
+            error = error.exc
+        if not return_ok and self._is_child_gone(error):
+            return self._on_gone(error)
+        if isinstance(error, MemoryError):
+            exc_info = copy.copy(exc_info)
+            exc_info.exception = _MemoryExhausted(error)
+        return super().on_failure(exc_info, send_failed_event, return_ok)
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:  # noqa: FBT001  Celery's signature
+        """Take word of a time limit; a hard one has come to ``on_failure`` a moment before."""
+        if soft:
+            super().on_timeout(soft=soft, timeout=timeout)
+        elif not self._is_reported:
+            self._on_gone(TimeLimitExceeded(timeout))
+
+    def cancel(self, pool: Any, signal: Any = None, **options: Any) -> None:
+        """Stop the body as its worker stops; a lost connection to the broker is no reason.
+
+        What was acknowledged at its claim is nothing that the broker would deliver again (B021).
+        Solo and threads cannot stop a body: it is told by ``lease.stop_requested``, and goes on.
+        """
+        if self._is_acknowledged_at_claim and not options and not self._is_stopping():
+            return
+        # Raised in the signal's handler it would be a failure of solo's body, which it interrupts,
+        # or the end of a threads worker beside its bodies.
+        with suppress(NotImplementedError):
+            super().cancel(pool, signal, **options)
+
+    def _is_child_gone(self, error: BaseException) -> bool:
+        """Tell the end of a child from an exception that a body raised and a child sent."""
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            # billiard 4.3 reports the exit of a child before it ends. One that was cancelled is
+            # left unacknowledged, as Celery has it.
+            return not (self._already_cancelled or self._already_revoked)
+        return isinstance(error, WorkerLostError | TimeLimitExceeded)
+
+    def _on_gone(self, error: BaseException) -> None:
+        """Have the store told that the child is gone; it says what the job does next."""
+        task_ready(self)
+        recorded = self._claim is not None or self._request_dict.get(RECORDED_HEADER)
+        if self._is_reported:
+            return
+        self._is_reported = True
+        if not recorded:
+            # Nothing but the message knows this job, as far as is known here.
+            self.reject(requeue=True)
+        else:
+            self.acknowledge()
+        if self._already_revoked:
+            # The store is told of that by ``task_revoked``.
+            return
+        gone = self._gone(error)
+        claims = self._extension.claims
+        told = [] if claims is None or gone.pid is None else claims.told_by(gone.pid)
+        if told:
+            self._extension.tell(functools.partial(settle_told, leases=told))
+        events.emit(
+            events.RUNNER_GONE,
+            job_id=self.id,
+            fencing_token=None if gone.lease is None else gone.lease.fencing_token,
+            worker=self._hostname,
+            pid=gone.pid,
+            reason=gone.reason,
+        )
+        if isinstance(error, TimeLimitExceeded):
+            meta = encode_error(self.task, error)
+            self._extension.tell(functools.partial(limit_exceeded, gone=gone, error=meta))
+        else:
+            self._extension.tell(functools.partial(runner_lost, gone=gone))
+
+    def _gone(self, error: BaseException) -> Gone:
+        claim = self._claim
+        return Gone(
+            job_id=self.id,
+            pid=self.worker_pid,
+            lease=None if claim is None else Held(claim.job_id, claim.fencing_token, claim.owner),
+            message_version=self._request_dict.get(VERSION_HEADER) or 1,
+            dispatch_count=dispatch_count_of(self._request_dict),
+            reason=death_reason(error),
+            is_stopping=self._is_stopping(),
+        )
+
+    def _is_stopping(self) -> bool:
+        flag = self._extension.stop_flag
+        return (
+            (flag is not None and flag.is_set())
+            or state.should_stop is not None
+            or state.should_terminate is not None
+        )
+
+
+class _MemoryExhausted(Exception):
+    """Stands in for a ``MemoryError``, and looks like it in Celery's events."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        super().__init__(str(error))
+
+    def __repr__(self) -> str:
+        return repr(self._error)
