@@ -40,8 +40,21 @@ _SECRET = "pass|pwd|secret|token"  # noqa: S105 - what the name of a password co
 class Ack(str, Enum):
     """When a leased message is acknowledged (``lease_ack``)."""
 
+    CLAIM = "claim"
+    """When the claim has committed: the store answers for the job from then on."""
     LATE = "late"
     """After the attempt has ended."""
+
+    __str__ = str.__str__
+
+
+class HeartbeatFrom(str, Enum):
+    """Which process renews a lease (``lease_heartbeat_from``)."""
+
+    CHILD = "child"
+    """The one that runs the body, in a thread beside it."""
+    WORKER = "worker"
+    """The worker's main process, for bodies that hold Python's global lock for long."""
 
     __str__ = str.__str__
 
@@ -114,16 +127,19 @@ class Settings:
     duration: float
     configured_heartbeat_interval: float | None
     """As set; ``heartbeat_interval`` is the one to use."""
+    heartbeat_from: HeartbeatFrom
     max_attempts: int
     ack: Ack
     on_expiry: OnExpiry
     lost_backoff: tuple[float, ...]
     interrupt: bool
+    stall_timeout: float | None
     reaper_interval: float
     reaper_batch: int
     reaper_limit: int
     reaper_queue: str | None
     reaper_in_worker: bool
+    run_dir: str | None
     queued_timeout: float
     publish_on_error: PublishOnError
     settle_grace: float
@@ -149,10 +165,12 @@ class TaskSettings:
 
     duration_seconds: float
     heartbeat_seconds: float
+    heartbeat_from: HeartbeatFrom
     max_attempts: int
     ack: Ack
     on_expiry: OnExpiry
     interrupt: bool
+    stall_timeout_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,10 +236,12 @@ def for_task(settings: Settings, attributes: Mapping[str, object], *, task: str)
         heartbeat_seconds=_heartbeat_seconds(
             values["lease_duration"], values["lease_heartbeat_interval"]
         ),
+        heartbeat_from=values["lease_heartbeat_from"],
         max_attempts=values["lease_max_attempts"],
         ack=values["lease_ack"],
         on_expiry=values["lease_on_expiry"],
         interrupt=values["lease_interrupt"],
+        stall_timeout_seconds=values["lease_stall_timeout"],
     )
 
 
@@ -497,6 +517,12 @@ def _check_name(value: object) -> str | None:
     return None if is_name else "a name, or None"
 
 
+def _check_folder(value: object) -> str | None:
+    # A relative one would be another folder in each worker's working directory.
+    is_absolute = isinstance(value, str) and value.startswith("/") and "\0" not in value
+    return None if value is None or is_absolute else "the absolute path of a folder, or None"
+
+
 def _check_table_prefix(value: object) -> str | None:
     is_identifier = isinstance(value, str) and re.fullmatch(r"[a-z_][a-z0-9_]{0,30}", value)
     wanted = "1 to 31 of a-z, 0-9 and _, not beginning with a digit"
@@ -522,6 +548,7 @@ def _check_backoff(value: object) -> str | None:
 # Strict: the string "False" of an environment variable is true.
 _FLAG = Kind("", "bool", lambda value: None if isinstance(value, bool) else "True or False")
 _NAME = Kind("", "str or None", _check_name)
+_FOLDER = Kind("", "str or None", _check_folder)
 _URL = Kind("", "str", _check_url)
 _TABLE_PREFIX = Kind("", "str", _check_table_prefix)
 _ENGINE_OPTIONS = Kind("", "mapping", _check_engine_options, dict)
@@ -592,6 +619,15 @@ SETTINGS: tuple[Setting, ...] = (
         is_task_option=True,
     ),
     Setting(
+        name="lease_heartbeat_from",
+        default=HeartbeatFrom.CHILD,
+        kind=_choice(HeartbeatFrom),
+        summary="Who renews the lease in a prefork worker: 'child', a thread beside the body, sees "
+        "a frozen process at once; 'worker', the main process, keeps the lease of a body that is "
+        "in a long call into C which holds Python's global lock.",
+        is_task_option=True,
+    ),
+    Setting(
         name="lease_max_attempts",
         default=3,
         kind=_COUNT,
@@ -601,10 +637,11 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         name="lease_ack",
-        default=Ack.LATE,
+        default=Ack.CLAIM,
         kind=_choice(Ack),
-        summary="When the message is acknowledged: 'late', at the end of the attempt, is the "
-        "only way in this release.",
+        summary="When the message is acknowledged: 'claim', once the claim is in the store, so "
+        "that no visibility or consumer timeout of the broker disturbs a long body; 'late', at the "
+        "end of the attempt, so that a worker holds no more messages than it runs.",
         is_task_option=True,
     ),
     Setting(
@@ -626,9 +663,18 @@ SETTINGS: tuple[Setting, ...] = (
         name="lease_interrupt",
         default=True,
         kind=_FLAG,
-        summary="Whether a lost lease interrupts the body: accepted already, but in this release "
-        "the only way is lease.check(), which raises LeaseLost; False leaves it to lease.check() "
-        "for good.",
+        summary="Whether LeaseLost is raised inside the body when its lease is lost or its job "
+        "cancelled: True frees the worker soon, False suits a body that must not be broken off "
+        "anywhere and calls lease.check() where it may stop.",
+        is_task_option=True,
+    ),
+    Setting(
+        name="lease_stall_timeout",
+        default=None,
+        kind=_seconds(is_optional=True),
+        summary="How long a body may run without lease.progress() of another value or "
+        "lease.checkpoint() before its attempt ends as stalled and the job is given on, None for "
+        "ever: shorter frees a hung worker sooner, and must be longer than the slowest step.",
         is_task_option=True,
     ),
     Setting(
@@ -665,6 +711,14 @@ SETTINGS: tuple[Setting, ...] = (
         kind=_FLAG,
         summary="True lets a worker run a pass itself when none was recorded for two intervals; "
         "False leaves recovery to beat or cron alone.",
+    ),
+    Setting(
+        name="lease_run_dir",
+        default=None,
+        kind=_FOLDER,
+        summary="The private folder of the locked files by which the workers of one host see "
+        "within a second that another was killed, None for one under XDG_RUNTIME_DIR or the "
+        "temporary folder: set it where workers of one user do not share these.",
     ),
     Setting(
         name="lease_queued_timeout",

@@ -29,7 +29,7 @@ from celery import Task, signals
 from celery.exceptions import Ignore, Reject, Retry
 from kombu import serialization
 
-from celery_lease import events
+from celery_lease import events, interrupt
 from celery_lease.dispatch import (
     DISPATCH_HEADER,
     RECORDED_HEADER,
@@ -54,6 +54,7 @@ from celery_lease.exceptions import (
 from celery_lease.extension import Extension, check_options, extension_of, install, is_leased
 from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
 from celery_lease.outcomes import failure_of, type_name
+from celery_lease.reaper import report_vanished
 from celery_lease.records import (
     Absent,
     Accepted,
@@ -104,20 +105,19 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
     """
 
     abstract = True
-    #: Delivered messages are acknowledged when the attempt has ended (``lease_ack``).
+    #: Not before the claim: until then a message can be given back (``lease_ack``).
     acks_late = True
     #: What the worker's main process does with a delivery of it.
-    Request = "celery_lease.worker:LeaseRequest"
-    #: Otherwise Celery writes FAILURE and fails the chord for a child that died, although the
-    #: job runs again. The message that comes back is refused while the lease lives.
-    reject_on_worker_lost = True
+    Request = "celery_lease.request:LeaseRequest"
 
     lease_duration: ClassVar[float | None] = None
     lease_heartbeat_interval: ClassVar[float | None] = None
+    lease_heartbeat_from: ClassVar[str | None] = None
     lease_max_attempts: ClassVar[int | None] = None
     lease_ack: ClassVar[str | None] = None
     lease_on_expiry: ClassVar[str | None] = None
     lease_interrupt: ClassVar[bool | None] = None
+    lease_stall_timeout: ClassVar[float | None] = None
 
     _lease_protocol = True
 
@@ -144,7 +144,6 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         # An option, a setting or an annotation may have said otherwise: the claim needs a
         # message that can still be given back.
         cls.acks_late = True
-        cls.reject_on_worker_lost = True
         install(app)
         return bound
 
@@ -188,7 +187,7 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
             failure=failure_of(error) if isinstance(error, BaseException) else Failure(),
             shielded=shielded,
         )
-        with resending(resend):
+        with lease.uninterrupted(), resending(resend):
             try:
                 return super().retry(*args, **kwargs)
             except Reject:
@@ -203,6 +202,10 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         lease = _lease_of(self)
         if lease is None:
             return super().on_replace(sig)
+        with lease.uninterrupted():
+            return self._replaced(lease, sig)
+
+    def _replaced(self, lease: Lease, sig: Any) -> Any:
         extension = extension_of(self.app)
         runtime = extension.runtime
         if sig.get("subtask_type") is None and is_leased(self.app.tasks.get(sig.task)):
@@ -301,6 +304,11 @@ class _Delivery:
 
             return _Attempt(self, lease).run(limited_body)
 
+    @property
+    def may_interrupt(self) -> bool:
+        """Whether a lost lease interrupts the body."""
+        return self._settings.interrupt
+
     # -- claim ---------------------------------------------------------------------------------
 
     def _claim(self) -> tuple[ClaimAnswer, Lease | None]:
@@ -347,6 +355,7 @@ class _Delivery:
             dispatch=self._request.get(DISPATCH_HEADER),
         )
         if isinstance(answer, Refused) and answer.vanished is not None:
+            report_vanished(answer.vanished)
             self._extension.reaper().follow_up(answer.vanished)
         return Ignore(f"job {self._request.id} is not this delivery's to run: {refusal}")
 
@@ -403,8 +412,13 @@ class _Attempt:
 
     def _tried(self, body: Callable[[], Any]) -> Any:
         try:
+            interruption = interrupt.here(
+                self._lease.job_id,
+                self._lease.fencing_token,
+                is_wanted=self._delivery.may_interrupt,
+            )
             with in_force(self._lease):
-                value = body()
+                value = self._lease.run(body, interruption)
             return self._returned(value)
         except _Ended:
             raise
@@ -543,8 +557,8 @@ class _Attempt:
                 if limit is None:
                     self._release("stopped")
                 else:
-                    # Celery's main process tells the failure by itself, before this signal.
-                    self._fail(TimeLimitExceeded(limit), settled=True)
+                    # The main process says the same; whoever is first, Celery is told once.
+                    self._fail(TimeLimitExceeded(limit), settled=False)
                 return
         vanished = self._runtime.surrender(self._lease, reason=f"{type(error).__name__}: {error}")
         if vanished is not None:
@@ -609,7 +623,7 @@ class _Attempt:
 
     def _released_too_often(self) -> bool:
         try:
-            count = queries.release_count(self._runtime.store, self._lease.job_id)
+            count = queries.uncounted_ends(self._runtime.store, self._lease.job_id)
         except StoreUnavailable:
             return False
         return count >= RELEASE_LIMIT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from celery_lease.lease import Lease
 from celery_lease.records import Claimed, Held, Renewed
 
@@ -21,7 +23,12 @@ class Clock:
 
 
 def make_lease(
-    clock: Clock, job_id: str = "job", token: int = 1, *, seconds: float = 30.0
+    clock: Callable[[], float],
+    job_id: str = "job",
+    token: int = 1,
+    *,
+    seconds: float = 30.0,
+    stall_timeout_seconds: float | None = None,
 ) -> Lease:
     """Return a lease that was claimed just now."""
     surrenders: list[Lease] = []
@@ -32,6 +39,7 @@ def make_lease(
         sent_at=clock(),
         on_surrender=surrenders.append,
         on_checkpoint=lambda: None,
+        stall_timeout_seconds=stall_timeout_seconds,
         monotonic=clock,
     )
     lease.surrenders = surrenders  # type: ignore[attr-defined]

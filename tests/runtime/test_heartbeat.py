@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from celery_lease.exceptions import LeaseLost, StoreUnavailable
 from celery_lease.heartbeat import SETTLE_BATCH, Heartbeat
+from celery_lease.interrupt import Interruption
+from celery_lease.lease import Lease
 from celery_lease.records import Renewal, Renewed
 from celery_lease.states import AttemptState
 from tests.runtime.fakes import Clock, make_lease, renewed
@@ -258,7 +261,153 @@ def test_a_checkpoint_is_written_soon(heartbeat: Heartbeat, clock: Clock) -> Non
 
     heartbeat.beat_soon()
 
-    assert heartbeat._next_beat == clock() + 1
+    assert heartbeat._wait_seconds() == 1
+
+
+def test_many_checkpoints_cost_one_renewal(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    heartbeat.add(make_lease(clock, seconds=300))
+    for _ in range(3):
+        heartbeat.beat_soon()
+        assert heartbeat._wait_seconds() <= 1
+        clock.move(0.3)
+
+    clock.move(0.1)
+    assert heartbeat._wait_seconds() == pytest.approx(0)
+    heartbeat.beat_once()
+
+    assert len(store.asked) == 1
+    assert heartbeat._wait_seconds() == pytest.approx(100)
+
+
+def test_a_checkpoint_of_the_last_body_is_no_hurry_of_the_next(
+    heartbeat: Heartbeat, clock: Clock
+) -> None:
+    lease = make_lease(clock, seconds=300)
+    heartbeat.add(lease)
+    heartbeat.beat_soon()
+    heartbeat.remove(lease)
+
+    heartbeat.add(make_lease(clock, "next", seconds=300))
+
+    assert heartbeat._wait_seconds() == 100
+
+
+def test_a_body_whose_lease_is_lost_is_interrupted_and_no_other(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    strikes: list[str] = []
+
+    class Struck(Interruption):
+        def strike(self, reason: str) -> None:
+            strikes.append(f"{self._job_id}: {reason}")
+
+    for job_id in ("lost", "kept"):
+        lease = make_lease(clock, job_id)
+        lease._interruption = Struck(job_id, 1, is_wanted=True)
+        heartbeat.add(lease)
+    store.answer = lambda _: Renewed(
+        frozenset({("kept", 1)}), {("lost", 1): AttemptState.CANCELLED}, frozenset()
+    )
+
+    heartbeat.beat_once()
+
+    assert strikes == ["lost: the attempt is cancelled"]
+
+
+# --- stalls -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stalled(heartbeat: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The jobs that were found stalled."""
+    found: list[str] = []
+    monkeypatch.setattr(heartbeat, "_on_stalled", lambda lease: found.append(lease.job_id))
+    return found
+
+
+def test_a_stalled_lease_is_given_up_and_never_renewed_again(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock, stalled: list[str]
+) -> None:
+    heartbeat.add(make_lease(clock, "hung", seconds=30, stall_timeout_seconds=5))
+    heartbeat.add(make_lease(clock, "slow", seconds=30))
+    clock.move(5)
+
+    heartbeat.look_for_stalls()
+    heartbeat.look_for_stalls()
+    heartbeat.beat_once()
+
+    assert stalled == ["hung"]
+    assert [renewal.lease.job_id for renewal in store.asked[0]] == ["slow"]
+
+
+def test_the_thread_looks_at_the_stall_instant_however_far_the_next_beat_is(
+    heartbeat: Heartbeat, clock: Clock
+) -> None:
+    lease = make_lease(clock, seconds=300, stall_timeout_seconds=5)
+    heartbeat.add(lease)
+    assert heartbeat._wait_seconds() == 5
+
+    clock.move(4)
+    lease.progress(1)
+
+    assert heartbeat._wait_seconds() == 5
+
+
+def test_progress_and_checkpoints_put_a_stall_off_and_the_same_progress_does_not(
+    heartbeat: Heartbeat, clock: Clock, stalled: list[str]
+) -> None:
+    lease = make_lease(clock, seconds=3000, stall_timeout_seconds=5)
+    heartbeat.add(lease)
+
+    for step in range(5):
+        clock.move(4)
+        lease.progress(step)
+        heartbeat.look_for_stalls()
+    clock.move(4)
+    lease.checkpoint(1)
+    clock.move(4)
+    lease.checkpoint(1)
+    clock.move(4)
+    heartbeat.look_for_stalls()
+    assert stalled == []
+
+    lease.progress(4)
+    lease.check()
+    clock.move(2)
+    heartbeat.look_for_stalls()
+    assert stalled == ["job"]
+
+
+def test_a_frozen_process_has_not_stalled(
+    heartbeat: Heartbeat, clock: Clock, stalled: list[str]
+) -> None:
+    heartbeat.add(make_lease(clock, seconds=300, stall_timeout_seconds=5))
+    clock.move(65)
+
+    heartbeat._forgive(60.0)
+    heartbeat.look_for_stalls()
+    assert stalled == ["job"]
+
+    heartbeat.add(make_lease(clock, seconds=300, stall_timeout_seconds=5))
+    clock.move(64)
+    heartbeat._forgive(60.0)
+    heartbeat.look_for_stalls()
+    assert stalled == ["job"]
+
+
+def test_a_body_that_has_ended_does_not_stall(
+    heartbeat: Heartbeat, clock: Clock, stalled: list[str]
+) -> None:
+    lease = make_lease(clock, stall_timeout_seconds=5)
+    heartbeat.add(lease)
+    heartbeat.remove(lease)
+    clock.move(60)
+
+    heartbeat.look_for_stalls()
+
+    assert stalled == []
 
 
 # --- settling -----------------------------------------------------------------------------------
@@ -334,6 +483,22 @@ def test_the_thread_beats_goes_on_after_an_error_and_settles_before_it_ends() ->
     assert store.settled == [[outcome(1)]]
     assert heartbeat._thread is not None
     assert not heartbeat._thread.is_alive()
+
+
+def test_the_thread_finds_a_stall_by_itself_between_two_beats() -> None:
+    store = FakeStore()
+    found: list[Lease] = []
+    heartbeat = Heartbeat(
+        renew=store.renew, settle=store.settle, worker="w", on_stalled=found.append
+    )
+    lease = make_lease(time.monotonic, seconds=300, stall_timeout_seconds=0.2)
+
+    heartbeat.add(lease)
+
+    eventually(lambda: found == [lease], timeout=5)
+    assert store.asked == []
+    assert lease.stall_watch.silence_seconds(time.monotonic()) >= 0.2
+    heartbeat.stop()
 
 
 def test_no_thread_runs_before_the_first_lease() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from celery_lease.exceptions import HandOver, LeaseLost
-from celery_lease.lease import NULL_LEASE, current_lease, in_force
+from celery_lease.interrupt import here
+from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
 from tests.runtime.fakes import Clock, make_lease
 
 
@@ -92,6 +95,101 @@ def test_reports_are_taken_once_and_given_back_unless_the_body_has_newer(clock: 
     again = lease.renewal()
     assert (again.progress, again.checkpoint) == ('{"done":1,"total":10}', '{"page":2}')
     assert lease.last_checkpoint == {"page": 2}
+
+
+def test_what_the_body_reported_last_is_written_at_its_end_even_if_a_renewal_has_it(
+    clock: Clock,
+) -> None:
+    # That renewal may still fail, and the next attempt goes on from the checkpoint.
+    lease = make_lease(clock)
+    assert lease.newest_reports() == (None, None)
+    lease.progress(1)
+    lease.checkpoint("a")
+
+    lease.renewal()
+
+    assert lease.newest_reports() == ('{"done":1,"total":null}', '"a"')
+
+
+def test_an_equal_report_is_written_once_for_each_time_it_is_made(clock: Clock) -> None:
+    lease = make_lease(clock)
+    lease.checkpoint(1)
+    assert lease.renewal().checkpoint == "1"
+    assert lease.renewal().checkpoint is None
+
+    lease.checkpoint(1)
+
+    assert lease.renewal().checkpoint == "1"
+
+
+# --- interruption -------------------------------------------------------------------------------
+
+
+def running(lease: Lease, body: Callable[[], object]) -> object:
+    return lease.run(body, here(lease.job_id, lease.fencing_token, is_wanted=True))
+
+
+def lose(lease: Lease) -> None:
+    lease.mark_lost("the attempt is expired")
+    lease.interrupt()
+
+
+def test_a_lease_that_is_lost_before_its_body_begins_begins_none(clock: Clock) -> None:
+    lease = make_lease(clock)
+    lose(lease)
+    began: list[int] = []
+
+    with pytest.raises(LeaseLost, match="the attempt is expired"):
+        running(lease, lambda: began.append(1))
+
+    assert began == []
+
+
+def test_a_commit_of_ours_inside_the_body_is_over_before_it_strikes(clock: Clock) -> None:
+    lease = make_lease(clock)
+    steps: list[str] = []
+
+    def body() -> None:
+        with lease.uninterrupted():
+            lose(lease)
+            steps.append("committed")
+        steps.append("went on")
+
+    with pytest.raises(LeaseLost):
+        running(lease, body)
+
+    assert steps == ["committed"]
+
+
+def test_after_the_attempt_has_ended_inside_its_body_nothing_strikes(clock: Clock) -> None:
+    lease = make_lease(clock)
+
+    def body() -> str:
+        with lease.uninterrupted():
+            lease.ended_by = "retried"
+        lose(lease)
+        return "went on"
+
+    assert running(lease, body) == "went on"
+
+
+def test_check_raises_once_and_is_not_struck_while_it_gives_the_lease_up(clock: Clock) -> None:
+    lease = make_lease(clock)
+
+    def surrender(_: Lease) -> None:
+        lose(lease)
+
+    lease._on_surrender = surrender
+
+    def body() -> None:
+        lease.mark_lost("gone")
+        try:
+            lease.check()
+        finally:
+            assert lease.surrendered
+
+    with pytest.raises(LeaseLost, match="gone"):
+        running(lease, body)
 
 
 def test_a_checkpoint_that_is_no_json_is_refused_at_once(clock: Clock) -> None:
