@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench import beat, machine, past, report, throughput
+from bench import beat, machine, past, recovery, report, throughput
 from bench.place import Place
 from bench.systems import SYSTEMS
 from tests.support.folders import remove_abandoned
 from tests.support.servers import PostgreSQL, Valkey
 
-PARTS = ("throughput", "beat", "past")
+PARTS = ("throughput", "beat", "past", "recovery")
 
 
 def main() -> int:
@@ -43,6 +43,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, help="no-op jobs in a run (default: 5000)")
     parser.add_argument("--repetitions", type=int, help="of the throughput runs (default: 3)")
     parser.add_argument("--history", type=int, help="finished jobs (default: 1000000)")
+    parser.add_argument("--kills", type=int, help="of each kind of recovery (default: 50)")
     parser.add_argument("--seed", type=int, default=1, help="of the shuffled order")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--name", default="latest", help="of the two files written")
@@ -88,6 +89,8 @@ def _measure(place: Place, wanted: argparse.Namespace) -> dict[str, Any]:
             operations=10 if quick else 100,
             rounds=2 if quick else 4,
         )
+    if "recovery" in parts:
+        results["recovery"] = recovery.run(place, kills=wanted.kills or (2 if quick else 50))
     return results
 
 

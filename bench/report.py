@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ def text_of(results: dict[str, Any]) -> str:
         parts += ["## Heartbeat", _beat(results["beat"])]
     if results.get("past"):
         parts += ["## A long history", _past(results["past"])]
+    if results.get("recovery"):
+        parts += ["## Recovery, seconds from the signal to the next body", _recovery(results)]
     parts += ["## What was to be reached", _goals(goals(results))]
     return "\n\n".join(parts) + "\n"
 
@@ -122,6 +125,10 @@ def goals(results: dict[str, Any]) -> list[Goal]:
             ratio = results["past"]["operations"][name]["ratio"]
             text = f"{name}, long history / short"
             found.append(Goal(text, "≤ 1.5", f"{ratio:.2f}", ratio <= 1.5))  # noqa: PLR2004
+    for way in results.get("recovery", ()):
+        most, bound = way["seconds"][-1], way["bound"]
+        text = f"{way['title']}: the next body, at most"
+        found.append(Goal(text, f"< {bound:g} s", f"{most:.2f} s", most < bound))
     return found
 
 
@@ -274,6 +281,27 @@ def _past(past: dict[str, Any]) -> str:
     ]
     header = ("operation", "short, ms", f"with {past['history']:,} finished jobs more, ms", "ratio")
     return _rows(header, rows)
+
+
+def _recovery(results: dict[str, Any]) -> str:
+    rows = []
+    for way in results["recovery"]:
+        found = way["seconds"]
+        late = found[math.ceil(0.95 * len(found)) - 1]
+        rows.append(
+            [
+                way["title"],
+                str(way["kills"]),
+                f"{found[0]:.2f}",
+                f"{statistics.median(found):.2f}",
+                f"{late:.2f}",
+                f"{found[-1]:.2f}",
+                f"{way['bound']:g}",
+            ]
+        )
+    return _rows(
+        ("what ended", "times", "least", "median", "95th percentile", "most", "bound"), rows
+    )
 
 
 def _goals(found: list[Goal]) -> str:
