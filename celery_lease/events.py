@@ -26,12 +26,15 @@ JOB_DISPATCHED: Final = "lease.job.dispatched"
 JOB_RELEASED: Final = "lease.job.released"
 JOB_HELD: Final = "lease.job.held"
 JOB_INTERRUPTED: Final = "lease.job.interrupted"
+JOB_CANCELLED: Final = "lease.job.cancelled"
 JOB_REPLAYED: Final = "lease.job.replayed"
+RUNNER_GONE: Final = "lease.runner.gone"
 CLAIM_WON: Final = "lease.claim.won"
 CLAIM_REFUSED: Final = "lease.claim.refused"
 LEASE_RENEWED: Final = "lease.lease.renewed"
 LEASE_LOST: Final = "lease.lease.lost"
 LEASE_EXPIRED: Final = "lease.lease.expired"
+ATTEMPT_STALLED: Final = "lease.attempt.stalled"
 OUTCOME_ACCEPTED: Final = "lease.outcome.accepted"
 OUTCOME_REJECTED: Final = "lease.outcome.rejected"
 PUBLISH_FAILED: Final = "lease.publish.failed"
@@ -46,12 +49,15 @@ LEVELS: Final[Mapping[str, int]] = MappingProxyType(
         JOB_RELEASED: logging.INFO,
         JOB_HELD: logging.WARNING,
         JOB_INTERRUPTED: logging.WARNING,
+        JOB_CANCELLED: logging.INFO,
         JOB_REPLAYED: logging.INFO,
+        RUNNER_GONE: logging.WARNING,
         CLAIM_WON: logging.DEBUG,
         CLAIM_REFUSED: logging.INFO,
         LEASE_RENEWED: logging.DEBUG,
         LEASE_LOST: logging.WARNING,
         LEASE_EXPIRED: logging.INFO,
+        ATTEMPT_STALLED: logging.WARNING,
         OUTCOME_ACCEPTED: logging.DEBUG,
         OUTCOME_REJECTED: logging.WARNING,
         PUBLISH_FAILED: logging.WARNING,

@@ -168,6 +168,9 @@ class Reaper:
                 with self._around():
                     ids = move()
                 moved += len(ids)
+                if kind == "cancelled":
+                    for job_id in ids:
+                        report_cancelled(job_id, worker=self._worker, reason="expires")
                 if len(ids) < batch:
                     break
             result.add(kind, moved)
@@ -327,6 +330,11 @@ class Reaper:
                 limit=self._settings.reaper_batch,
             )
         result.add("pruned", removed)
+
+
+def report_cancelled(job_id: str, *, worker: str | None, reason: str) -> None:
+    """Emit that a job was cancelled, and why."""
+    events.emit(events.JOB_CANCELLED, job_id=job_id, worker=worker, reason=reason)
 
 
 def report_vanished(vanished: Vanished) -> None:
