@@ -632,7 +632,8 @@ SETTINGS: tuple[Setting, ...] = (
         default=3,
         kind=_COUNT,
         summary="How many runners may vanish under a job: the n-th loss ends it as interrupted, "
-        "1 never runs it again; more outlives bad luck, fewer stops a job that kills its workers.",
+        "1 never runs it again after a loss; more outlives bad luck, fewer stops a job that kills "
+        "its workers. A runner that was asked to stop is no loss.",
         is_task_option=True,
     ),
     Setting(

@@ -74,8 +74,6 @@ from celery_lease.store import queries, transitions
 #: Seconds before a job that its body rejected with ``requeue=True`` runs again: no delivery
 #: loop without a gap (B032).
 REQUEUE_SECONDS = 1.0
-#: Hand-overs of a job that are not counted as losses (design, section 7).
-RELEASE_LIMIT = 10
 #: The pool counts the hard time limit from a moment before the delivery reached ``__call__``.
 LIMIT_SLACK_SECONDS = 0.5
 #: Where a request keeps which ``__call__`` its delivery is in, and what is to be settled.
@@ -626,7 +624,7 @@ class _Attempt:
             count = queries.uncounted_ends(self._runtime.store, self._lease.job_id)
         except StoreUnavailable:
             return False
-        return count >= RELEASE_LIMIT
+        return count >= UNCOUNTED_ENDS
 
 
 class _Ended(Exception):
