@@ -13,6 +13,7 @@ from celery_lease.exceptions import SettingError
 from celery_lease.settings import (
     SETTINGS,
     Ack,
+    HeartbeatFrom,
     PublishOnError,
     Settings,
     TaskSettings,
@@ -79,10 +80,12 @@ def test_a_task_overrides_what_concerns_a_single_attempt_and_nothing_else() -> N
     assert overridable == {
         "lease_duration",
         "lease_heartbeat_interval",
+        "lease_heartbeat_from",
         "lease_max_attempts",
         "lease_ack",
         "lease_on_expiry",
         "lease_interrupt",
+        "lease_stall_timeout",
     }
 
 
@@ -148,7 +151,8 @@ def test_engine_options_are_copied_so_that_later_changes_of_the_users_mapping_do
         ("lease_max_attempts", 3.0),
         ("lease_max_attempts", True),
         ("lease_max_attempts", 10**400),
-        ("lease_ack", "claim"),
+        ("lease_ack", "early"),
+        ("lease_heartbeat_from", "parent"),
         ("lease_on_expiry", "explode"),
         ("lease_on_expiry", ["retry"]),
         ("lease_lost_backoff", ()),
@@ -282,8 +286,9 @@ def test_a_task_without_attributes_has_the_apps_settings() -> None:
     assert for_task(settings, {}, task="proj.rebuild") == TaskSettings(
         duration_seconds=60.0,
         heartbeat_seconds=20.0,
+        heartbeat_from=HeartbeatFrom.CHILD,
         max_attempts=5,
-        ack=Ack.LATE,
+        ack=Ack.CLAIM,
         on_expiry=OnExpiry.HOLD,
         interrupt=True,
     )
