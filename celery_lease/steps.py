@@ -38,8 +38,10 @@ def steps_for(
     extension: Extension,
 ) -> tuple[type[bootsteps.StartStopStep], type[bootsteps.StartStopStep]]:
     """Return the steps for the workers and for the consumers of one app."""
-    own = {"extension": extension}
-    return type("LeaseStep", (_LeaseStep,), own), type("LeaseEndStep", (_LeaseEndStep,), own)
+    return (
+        type("LeaseStep", (_LeaseStep,), {"extension": extension}),
+        type("LeaseEndStep", (_LeaseEndStep,), {"extension": extension}),
+    )
 
 
 class _LeaseStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has no types
