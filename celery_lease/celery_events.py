@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 #: next attempt's ``task-started`` must not come first. A few milliseconds, of a broker that works.
 WAIT_SECONDS = 2.0
 #: What is tried of a broker that does not answer.
-CONNECT_SECONDS = 2.0
+CONNECT_SECONDS = 1.0
 #: Without a broker nothing is tried for so long.
 QUIET_SECONDS = 5.0
 #: One warning in so long, with a count.
@@ -255,11 +255,12 @@ class _Sender:
         self._stopped = False
         self._dispatcher: Any = None
         self._quiet_until = 0.0
+        self._is_slow = False
         self._warn_after = 0.0
         self._unsent_count = 0
 
     def put(self, items: list[_Item]) -> bool:
-        """Have events sent; False when there is no broker to send them to."""
+        """Have events sent; False when it is of no use to wait for that."""
         if time.monotonic() < self._quiet_until:
             self._unsent_count += len(items)
             return False
@@ -271,13 +272,16 @@ class _Sender:
                     target=self._run, name="celery-lease-events", daemon=True
                 )
                 self._thread.start()
-        return True
+        return not self._is_slow
 
     def wait(self, items: list[_Item], seconds: float) -> None:
         """Wait until events are out, or given up."""
         until = time.monotonic() + seconds
         for item in items:
-            item.done.wait(max(0.0, until - time.monotonic()))
+            if not item.done.wait(max(0.0, until - time.monotonic())):
+                # Nobody else waits in vain before the next one is out.
+                self._is_slow = True
+                return
 
     def flush(self, seconds: float) -> None:
         """Wait until all events are out, or given up."""
@@ -328,6 +332,7 @@ class _Sender:
                 raise
             self._disconnect()
             self._connected().send(item.kind, **item.fields)
+        self._is_slow = False
 
     def _connected(self) -> Any:
         if self._dispatcher is None:

@@ -401,7 +401,7 @@ def _schedule_in_beat(sender: Any, **_: Any) -> None:
 def _watch_signals(sender: Any, **_: Any) -> None:
     extension = _extensions.get(sender.app)
     if extension is not None and extension.stop_flag is not None:
-        steps.watch_signals(extension.stop_flag)
+        steps.watch_signals(extension.stop_flag, sender)
 
 
 def _shutting_down(**_: Any) -> None:

@@ -43,6 +43,9 @@ REASON = "its process is gone (owner file)"
 REFRESH_SECONDS = 3600.0
 #: What nobody holds and nobody looks at is removed at this age: no lease is longer than a day.
 LEFTOVER_SECONDS = 86400.0
+#: How long a dead child of our own is left to who knows how it died. The pool looks every quarter
+#: of a second; one without an event loop says it after eleven (celery-facts, section 4).
+SPARE_SECONDS = 1.0
 #: A fork waits this long for a file that is being made, then happens anyway.
 FORK_WAIT_SECONDS = 5.0
 
@@ -199,11 +202,20 @@ class OwnerWatch:
     Args:
         folder: where.
         now: the clock that file times are compared with, seconds since 1970.
+        monotonic: the clock of ``SPARE_SECONDS``.
     """
 
-    def __init__(self, folder: OwnerFolder, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: OwnerFolder,
+        *,
+        now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder = folder
         self._now = now
+        self._monotonic = monotonic
+        self._spared_since: dict[str, float] = {}
         self._has_swept = False
         self._dead: set[str] = set()
         self._dead_before: set[str] = set()
@@ -211,22 +223,33 @@ class OwnerWatch:
     def look(self) -> list[str]:
         """Return the owners whose process is gone, in the order of their names.
 
-        One listing, and one try of a lock a file: nothing is asked of the store.
+        One listing, and one try of a lock a file: nothing is asked of the store. A child of this
+        process is left for ``SPARE_SECONDS`` to whoever knows its signal or exit code.
         """
         dead: list[str] = []
         if self._folder.is_usable:
             # A folder that was removed meanwhile, or is not ours any more: no verdict.
             with suppress(OSError), self._folder.opened() as folder:
-                for name in sorted(os.listdir(folder)):  # noqa: PTH208  by descriptor
+                names = sorted(os.listdir(folder))  # noqa: PTH208  by descriptor
+                for gone in self._spared_since.keys() - set(names):
+                    del self._spared_since[gone]
+                for name in names:
                     owner = self._folder.owner_of(name)
                     if owner is None:
                         if not self._has_swept:
                             self._sweep(folder, name)
-                    elif self._is_free(folder, name):
+                    elif self._is_free(folder, name) and not self._is_spared(folder, name):
                         dead.append(owner)
                 self._has_swept = True
         self._dead_before, self._dead = self._dead, set(dead)
         return dead
+
+    def _is_spared(self, folder: int, name: str) -> bool:
+        with suppress(OSError), _opened(folder, name) as descriptor:
+            if os.read(descriptor, 32) == b"%d" % os.getpid():
+                now = self._monotonic()
+                return now < self._spared_since.setdefault(name, now) + SPARE_SECONDS
+        return False
 
     def was_dead_before(self, owner: str) -> bool:
         """Tell whether the look before the last one had found this owner dead already."""
@@ -272,7 +295,6 @@ def report_dead_owners(
     *,
     lost_backoff: Sequence[float],
     on_vanished: Callable[[Vanished], None],
-    spares: Callable[[str], bool] = lambda _: False,
 ) -> int:
     """Look once, and report the leases of every dead owner lost; return how many this call ended.
 
@@ -285,8 +307,6 @@ def report_dead_owners(
         watch: finds the dead.
         lost_backoff: ``lease_lost_backoff``, seconds.
         on_vanished: called with each loss, after its commit: tells of it, dispatches its job.
-        spares: says of an owner that somebody else is about to report it and knows more: the
-            main process, of a child that has just died. Its file stays for the next look.
 
     Raises:
         StoreUnavailable: nothing more is reported, and nothing forgotten that the store was not
@@ -294,8 +314,6 @@ def report_dead_owners(
     """
     count = 0
     for owner in watch.look():
-        if spares(owner):
-            continue
         ended = _report_dead_owner(store, owner, lost_backoff=lost_backoff, on_vanished=on_vanished)
         count += ended
         if not ended and watch.was_dead_before(owner):
@@ -350,6 +368,8 @@ def _make(folder: int, name: str) -> int:
     descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whose child it is: that process may know of its death by other ways.
+        os.write(descriptor, b"%d" % os.getppid())
         os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         os.close(descriptor)

@@ -432,6 +432,7 @@ class Runtime:
             silence_seconds=silence,
             state=vanished.state,
         )
+        report_vanished(vanished)
         lease.interruption.run_beside(lambda: self._on_vanished(vanished))
 
     def settle_later(self, outcome: Settled) -> None:

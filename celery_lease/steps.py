@@ -20,6 +20,7 @@ from celery import bootsteps
 from celery_lease.celery_events import EventStream
 from celery_lease.claims import PATH_VARIABLE, ClaimSocket
 from celery_lease.exceptions import StoreUnavailable
+from celery_lease.intake import end_intake
 from celery_lease.stopping import StopFlag
 from celery_lease.store import transitions
 from celery_lease.worker import ForkGate, WorkerClaims, WorkerThread, be_node, node_name
@@ -121,9 +122,9 @@ class _LeaseStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has n
 
     def close(self, parent: Any) -> None:
         """Ask the bodies to stop where no signal did: an embedded worker, a remote shutdown."""
-        del parent
         if self.extension.stop_flag is not None:
             self.extension.stop_flag.set()
+        end_intake(getattr(parent, "consumer", None))
 
     def stop(self, parent: Any) -> None:
         """End what needs the loop."""
@@ -181,8 +182,10 @@ def _claim_socket(claims: WorkerClaims) -> ClaimSocket | None:
     return ear
 
 
-def watch_signals(flag: StopFlag) -> None:
+def watch_signals(flag: StopFlag, consumer: Any) -> None:
     """Raise the flag at the first signal that stops the worker, before Celery's own handler.
+
+    From then on nothing is taken from the broker: what a body hands over is for another worker.
 
     Celery's ``worker_shutting_down`` comes last on a soft and a cold stop. The handlers of Celery
     are there when ``worker_ready`` is sent; they replace themselves when they run, and by then the
@@ -194,12 +197,13 @@ def watch_signals(flag: StopFlag) -> None:
         before = signal.getsignal(signum)
         # Once: ``worker_ready`` comes again after each reconnection.
         if callable(before) and not hasattr(before, "raises_lease_flag"):
-            signal.signal(signum, _raising(flag, before))
+            signal.signal(signum, _raising(flag, consumer, before))
 
 
-def _raising(flag: StopFlag, before: Callable[..., Any]) -> Callable[..., Any]:
+def _raising(flag: StopFlag, consumer: Any, before: Callable[..., Any]) -> Callable[..., Any]:
     def handle(signum: int, frame: Any) -> Any:
         flag.set()
+        end_intake(consumer)
         return before(signum, frame)
 
     handle.raises_lease_flag = True  # type: ignore[attr-defined]

@@ -135,6 +135,20 @@ def test_a_worker_without_a_usable_folder_says_so_once_and_leaves_it_to_the_leas
     assert list(folder.iterdir()) == []
 
 
+@counts(1, 10)
+def test_a_childs_death_is_told_by_its_own_worker_which_knows_the_signal(
+    count: int, stage: Stage
+) -> None:
+    stage.worker(concurrency=4)
+
+    for _ in range(count):
+        ids = [stage.send({"then": {"1": "kill child"}}).id for _ in range(8)]
+
+        for one in ids:
+            stage.assert_accepted_once(one, 2)
+            assert "SIGKILL" in stage.attempts(one)[0]["stop_reason"]
+
+
 def test_a_child_killed_under_a_blocking_pool_is_known_within_two_seconds(
     make_stage: Callable[..., Stage], tmp_path: Any
 ) -> None:

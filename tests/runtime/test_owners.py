@@ -22,6 +22,7 @@ from celery_lease.exceptions import StoreUnavailable
 from celery_lease.owners import (
     LEFTOVER_SECONDS,
     REFRESH_SECONDS,
+    SPARE_SECONDS,
     OwnerFile,
     OwnerFolder,
     OwnerWatch,
@@ -34,6 +35,7 @@ from celery_lease.settings import for_task, load
 from celery_lease.states import JobState, LossCause
 from celery_lease.store import queries, transitions
 from celery_lease.store.engine import Store
+from tests.runtime.fakes import Clock
 from tests.store.builders import NO_BACKOFF, claimed, running, submitted
 from tests.support import processes
 from tests.support.waiting import eventually, never
@@ -130,7 +132,9 @@ def folder(path: Path, store: Store) -> OwnerFolder:
 
 
 @pytest.fixture
-def watch(folder: OwnerFolder) -> OwnerWatch:
+def watch(folder: OwnerFolder, monkeypatch: pytest.MonkeyPatch) -> OwnerWatch:
+    """A watch that leaves nothing to others, though the processes here are its children."""
+    monkeypatch.setattr(owners, "SPARE_SECONDS", 0.0)
     return OwnerWatch(folder)
 
 
@@ -625,17 +629,35 @@ def test_while_the_store_is_away_nothing_is_forgotten(
     store.close()
 
 
-def test_an_owner_whom_somebody_else_reports_is_left_to_him(
-    folder: OwnerFolder, store: Store, watch: OwnerWatch
+def test_a_child_of_ours_is_left_for_a_moment_to_who_knows_how_it_died(
+    hold: Callable[..., Holder], folder: OwnerFolder
 ) -> None:
+    clock = Clock()
+    # setpriv becomes the holder: it is our own child.
+    holder = hold()
+    watch = OwnerWatch(folder, monotonic=clock)
+    assert watch.look() == []
+    clock.move(100)
+    holder.kill()
+    processes.wait_gone(holder.pid)
+
+    assert watch.look() == []
+    clock.move(SPARE_SECONDS - 0.01)
+    assert watch.look() == []
+
+    clock.move(0.02)
+    assert watch.look() == [holder.owner]
+    watch.forget(holder.owner)
+    assert watch.look() == []
+    assert watch._spared_since == {}
+
+
+def test_who_is_not_our_child_is_not_spared(folder: OwnerFolder) -> None:
+    watch = OwnerWatch(folder)
     file = dead_file(folder, "host:1:a")
-    running(store, "job", owner="host:1:a")
+    file.write_bytes(b"%d" % os.getppid())
 
-    for _ in range(3):
-        assert report(store, watch, spares=lambda owner: owner == "host:1:a") == []
-
-    assert file.exists()
-    assert len(report(store, watch)) == 1
+    assert watch.look() == ["host:1:a"]
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
