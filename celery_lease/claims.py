@@ -80,6 +80,7 @@ class Answer:
         sent_at: monotonic clock at the send of the last renewal by the main process that was
             accepted, None without one. The clock is the machine's: it is the same in the child.
         lost: why the store no longer knows the lease, None when it does.
+        stopping: True when the main process is about to stop the body: it lost its broker.
     """
 
     job_id: str
@@ -87,6 +88,7 @@ class Answer:
     acknowledged: bool = False
     sent_at: float | None = None
     lost: str | None = None
+    stopping: bool = False
 
 
 class ClaimSocket:

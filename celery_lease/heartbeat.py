@@ -288,10 +288,11 @@ class Heartbeat:
                 wait = self._wait_seconds()
                 if self._stopped and wait > 0:
                     return
-                self._looks_at = self._monotonic() + wait
+                began_at = self._monotonic()
+                self._looks_at = began_at + wait
             if wait > 0:
                 self._bell.wait(None if wait == math.inf else wait)
-                self._forgive(self._monotonic() - self._looks_at)
+                self._forgive(began_at)
                 continue
             try:
                 # Before the beat: what has stalled is never renewed again.
@@ -319,15 +320,19 @@ class Heartbeat:
     def _is_beat_due(self) -> bool:
         return self._next_beat is not None and self._next_beat <= self._monotonic()
 
-    def _forgive(self, overslept_seconds: float) -> None:
+    def _forgive(self, began_at: float) -> None:
         """Count no silence while the process was frozen, or a call into C held its lock.
 
-        In that time no body could report; afterwards each may go on as if nothing had been.
+        In that time no body could report; afterwards each may go on as if nothing had been. That
+        it did not run is known of the time after this thread should have looked; of the wait
+        that began before it may be so.
         """
-        if overslept_seconds > OVERSLEPT_SECONDS:
-            with self._lock:
+        now = self._monotonic()
+        with self._lock:
+            overslept = now - self._looks_at
+            if overslept > OVERSLEPT_SECONDS:
                 for lease in self._leases.values():
-                    lease.stall_watch.forgive(overslept_seconds)
+                    lease.stall_watch.forgive(overslept, self._looks_at - began_at, now)
 
 
 def _key(lease: Lease) -> tuple[str, int]:

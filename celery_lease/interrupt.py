@@ -77,7 +77,8 @@ class Interruption:
 
     def strike(self, reason: str) -> None:
         """Interrupt the body, once, as soon as it is armed; safe in any thread, at any time."""
-        self._reason = reason
+        if self._reason is None:
+            self._reason = reason
 
     def suspend(self) -> None:
         """Let nothing be raised from now on: the body has ended, or is in a commit of ours."""
@@ -167,7 +168,7 @@ class _ByAsyncException(Interruption):
 
     def strike(self, reason: str) -> None:
         with self._lock:
-            self._reason = reason
+            super().strike(reason)
             if self._take():
                 _set_async_exc(self._ident, self._class())
 

@@ -107,6 +107,8 @@ class Lease(NullLease):
         """True once the worker's main process has heard of this lease."""
         self.is_acknowledged = False
         """True once the broker no longer has the message."""
+        self.is_told_to_stop = False
+        """True when the main process stops this body alone."""
         self._monotonic = monotonic
         self._sent_at = sent_at
         self._lost_reason: str | None = None
@@ -171,7 +173,7 @@ class Lease(NullLease):
         True from the signal on, in every pool. Who goes on is not disturbed: the lease is renewed
         until the body ends or its process is killed.
         """
-        return self._stop_flag is not None and self._stop_flag.is_set()
+        return self.is_told_to_stop or (self._stop_flag is not None and self._stop_flag.is_set())
 
     def check(self) -> None:
         """Raise if the lease is gone; call it before a side effect and in every loop.

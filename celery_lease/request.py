@@ -114,18 +114,19 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
     ) -> Any:
         """Take what a child reported, or that it is gone.
 
-        A body's ``MemoryError`` must not end the main process: Celery raises it again there (5.7),
-        a prefork or solo worker ends, and the message is delivered again. The child has survived
-        it.
+        Of some errors Celery makes more than the failure that a child has told. It raises a
+        ``MemoryError`` again in the main process (5.7): a prefork or solo worker ends, and the
+        message is delivered again. It gives the message of a ``TimeLimitExceeded``, which a replay
+        raises, back to the broker for ever where the user has set ``task_acks_on_timeout`` False.
         """
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
             error = error.exc
         if not return_ok and self._is_child_gone(error):
             return self._on_gone(error)
-        if isinstance(error, MemoryError):
+        if isinstance(error, MemoryError | TimeLimitExceeded | WorkerLostError):
             exc_info = copy.copy(exc_info)
-            exc_info.exception = _MemoryExhausted(error)
+            exc_info.exception = _Told(error)
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:  # noqa: FBT001  Celery's signature
@@ -147,6 +148,12 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         # or the end of a threads worker beside its bodies.
         with suppress(NotImplementedError):
             super().cancel(pool, signal, **options)
+
+    def _announce_cancelled(self, **_: Any) -> None:
+        """Say that the body was stopped; what its job does next is in the store, and no RETRY."""
+        task_ready(self)
+        self.send_event("task-cancelled")
+        self._already_cancelled = True
 
     def _is_child_gone(self, error: BaseException) -> bool:
         """Tell the end of a child from an exception that a body raised and a child sent."""
@@ -211,8 +218,8 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         )
 
 
-class _MemoryExhausted(Exception):
-    """Stands in for a ``MemoryError``, and looks like it in Celery's events."""
+class _Told(Exception):
+    """Stands in for an error that a child has told, and looks like it in Celery's events."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error

@@ -53,6 +53,9 @@ PATIENCE_FIRST_SECONDS = 0.1
 PATIENCE_LONGEST_SECONDS = 2.0
 #: A body that doubts its lease waits so long at most for the main process's word.
 ANSWER_SECONDS = 1.0
+#: A body that a signal ends waits so long for the word that its worker stops, and looks so often.
+STOP_WORD_SECONDS = 0.5
+STOP_POLL_SECONDS = 0.01
 #: An outcome is tried at least this long, even if the lease is nearly over.
 SHORTEST_PATIENCE_SECONDS = 2.0
 
@@ -238,9 +241,22 @@ class Runtime:
             self._take(answer, leases, lost)
         for lease in leases.values():
             # The word of a lease that the main process renews is the sign of life it waits for.
-            if not lease.is_known or lease.from_worker:
+            # In one process it was heard at once, and the heartbeat's thread must not acknowledge.
+            if self._teller.is_apart and (not lease.is_known or lease.from_worker):
                 self._say(lease)
         return lost
+
+    def is_stop(self, lease: Lease) -> bool:
+        """Tell whether the signal that ends a body is a stop of its worker.
+
+        The signal may come a moment before the word. Anything else, as a revocation or a stranger's
+        ``kill``, is the main process's to judge, and has the same moment to reach the store.
+        """
+        until = self._monotonic() + STOP_WORD_SECONDS
+        while not lease.stop_requested and self._monotonic() < until:
+            self._say_and_hear({(lease.job_id, lease.fencing_token): lease})
+            self._sleep(STOP_POLL_SECONDS)
+        return lease.stop_requested
 
     def _ask_again(self, lease: Lease) -> None:
         """Ask the main process for its last renewal: this one's heartbeat may have been starved.
@@ -269,6 +285,7 @@ class Runtime:
             return
         lease.is_known = True
         lease.is_acknowledged |= answer.acknowledged
+        lease.is_told_to_stop |= answer.stopping
         if answer.sent_at is not None:
             lease.renewed_by_worker(answer.sent_at)
         if answer.lost is not None:

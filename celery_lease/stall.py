@@ -25,6 +25,7 @@ class StallWatch:
         self.timeout_seconds = timeout_seconds
         self._moved_at = began_at
         self._seen: str | None = None
+        self._is_forgiven = False
 
     @property
     def stalls_at(self) -> float:
@@ -45,12 +46,24 @@ class StallWatch:
         """Take a report of progress; the same one again is no progress (B050)."""
         if progress != self._seen:
             self._seen = progress
-            self._moved_at = now
+            self.move(now)
 
     def move(self, now: float) -> None:
         """Take a sign of life that needs no comparison: a checkpoint."""
         self._moved_at = now
+        self._is_forgiven = False
 
-    def forgive(self, seconds: float) -> None:
-        """Leave out a time in which the whole process did not run (frozen, or starved)."""
-        self._moved_at += seconds
+    def forgive(self, surely_seconds: float, perhaps_seconds: float, now: float) -> None:
+        """Leave out a time in which the whole process did not run (frozen, or starved).
+
+        Args:
+            surely_seconds: so long it did not run at all.
+            perhaps_seconds: for so long before that nobody knows. Left out once between two
+                reports of progress: a body that hangs in one starving call after another must
+                not be forgiven for ever.
+            now: monotonic time.
+        """
+        if not self._is_forgiven:
+            self._is_forgiven = True
+            surely_seconds += perhaps_seconds
+        self._moved_at = min(now, self._moved_at + surely_seconds)

@@ -30,6 +30,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from kombu import serialization
 
 from celery_lease import events, interrupt
+from celery_lease.backoff import UNCOUNTED_ENDS
 from celery_lease.dispatch import (
     DISPATCH_HEADER,
     RECORDED_HEADER,
@@ -552,12 +553,13 @@ class _Attempt:
         with suppress(_Ended, Ignore):
             if is_signal_exit(error):
                 limit = self._hard_limit_passed()
-                if limit is None:
-                    self._release("stopped")
-                else:
+                if limit is not None:
                     # The main process says the same; whoever is first, Celery is told once.
                     self._fail(TimeLimitExceeded(limit), settled=False)
-                return
+                    return
+                if self._runtime.is_stop(self._lease):
+                    self._release("stopped")
+                    return
         vanished = self._runtime.surrender(self._lease, reason=f"{type(error).__name__}: {error}")
         if vanished is not None:
             self._extension.reaper().follow_up(vanished)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from celery.bin.base import handle_preload_options
 
-from celery_lease.cli import operate, reading
+from celery_lease.cli import doctor, operate, reading
 
 
 @click.group(name="lease")
@@ -27,6 +27,7 @@ for command in (
     operate.reap,
     operate.migrate,
     operate.settings,
+    doctor.doctor,
     operate.demo,
 ):
     lease.add_command(command)

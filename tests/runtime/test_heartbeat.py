@@ -384,16 +384,33 @@ def test_a_frozen_process_has_not_stalled(
     heartbeat: Heartbeat, clock: Clock, stalled: list[str]
 ) -> None:
     heartbeat.add(make_lease(clock, seconds=300, stall_timeout_seconds=5))
-    clock.move(65)
+    clock.move(1)
+    # The thread waits for the instant of the stall; the freeze begins at some time in that wait.
+    began_at = clock()
+    heartbeat._looks_at = clock() + heartbeat._wait_seconds()
+    clock.move(60)
 
-    heartbeat._forgive(60.0)
+    heartbeat._forgive(began_at)
+    heartbeat.look_for_stalls()
+
+    assert stalled == []
+    assert heartbeat._wait_seconds() == 4
+    clock.move(4)
     heartbeat.look_for_stalls()
     assert stalled == ["job"]
 
+
+def test_a_thread_that_wakes_in_time_forgives_nothing(
+    heartbeat: Heartbeat, clock: Clock, stalled: list[str]
+) -> None:
     heartbeat.add(make_lease(clock, seconds=300, stall_timeout_seconds=5))
-    clock.move(64)
-    heartbeat._forgive(60.0)
+    began_at = clock()
+    heartbeat._looks_at = clock() + heartbeat._wait_seconds()
+    clock.move(5.4)
+
+    heartbeat._forgive(began_at)
     heartbeat.look_for_stalls()
+
     assert stalled == ["job"]
 
 

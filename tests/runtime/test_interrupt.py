@@ -275,6 +275,151 @@ def test_the_stack_names_what_the_body_does() -> None:
     assert made[0].stack() == ""
 
 
+# --- greenlets ----------------------------------------------------------------------------------
+
+
+def in_hub(call: Callable[[Any], Any]) -> Any:
+    """Run a call with gevent in a thread of its own, whose hub is gone afterwards."""
+    gevent = pytest.importorskip("gevent")
+
+    def target() -> Any:
+        try:
+            return call(gevent)
+        finally:
+            gevent.get_hub().destroy(destroy_loop=True)
+
+    return in_other_thread(target)
+
+
+def from_thread(call: Callable[[], object]) -> None:
+    """Make a call in a native thread, and wait for it."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_greenlet_that_waits_is_interrupted_and_its_neighbour_is_not() -> None:
+    def job(gevent: Any) -> list[Any]:
+        made: list[Interruption] = []
+
+        def body() -> str:
+            made.append(make())
+            try:
+                return made[-1].run(lambda: gevent.sleep(0.5) or "slept")
+            except LeaseLost as error:
+                return str(error)
+
+        pair = [gevent.spawn(body), gevent.spawn(body)]
+        gevent.sleep(0.05)
+        from_thread(lambda: made[0].strike("taken"))
+        from_thread(lambda: made[0].strike("taken again"))
+        gevent.joinall(pair, raise_error=True)
+        return [greenlet.value for greenlet in pair]
+
+    assert in_hub(job) == ["lease 3 of job job is lost: taken", "slept"]
+
+
+def test_a_strike_that_the_hub_gets_after_the_end_of_the_body_hits_nobody() -> None:
+    def job(gevent: Any) -> str:
+        def body() -> str:
+            interruption = make()
+            # The hub does not run before the next wait, which is after the body.
+            interruption.run(lambda: from_thread(lambda: interruption.strike("late")))
+            gevent.sleep(0.05)
+            return "went on"
+
+        greenlet = gevent.spawn(body)
+        greenlet.join()
+        return str(greenlet.get())
+
+    assert in_hub(job) == "went on"
+
+
+def test_a_commit_inside_a_greenlet_is_over_before_it_strikes() -> None:
+    def job(gevent: Any) -> list[str]:
+        steps: list[str] = []
+
+        def body(interruption: Interruption) -> None:
+            interruption.suspend()
+            from_thread(lambda: interruption.strike("lost"))
+            gevent.sleep(0.05)
+            steps.append("committed")
+            interruption.resume()
+            steps.append("went on")
+
+        def run() -> None:
+            interruption = make()
+            with pytest.raises(LeaseLost):
+                interruption.run(lambda: body(interruption))
+
+        gevent.spawn(run).get()
+        return steps
+
+    assert in_hub(job) == ["committed"]
+
+
+def test_the_stack_of_a_greenlet_is_its_own_and_of_a_busy_hub_that_which_runs() -> None:
+    stacks: list[str] = []
+
+    def job(gevent: Any) -> None:
+        made: list[Interruption] = []
+
+        def waits_here() -> None:
+            gevent.sleep(1)
+
+        def body() -> None:
+            made.append(make())
+            made[0].run(waits_here)
+
+        def computes_here(thread: threading.Thread) -> None:
+            while thread.is_alive():
+                sum(range(1000))
+
+        greenlet = gevent.spawn(body)
+        gevent.sleep(0.05)
+        thread = threading.Thread(target=lambda: stacks.append(made[0].stack()))
+        thread.start()
+        while thread.is_alive():
+            gevent.sleep(0.01)
+        thread = threading.Thread(target=lambda: stacks.append(made[0].stack()))
+        thread.start()
+        computes_here(thread)
+        greenlet.kill()
+
+    in_hub(job)
+
+    assert "in waits_here" in stacks[0]
+    assert "in waits_here" not in stacks[1]
+    assert "in computes_here" in stacks[1]
+
+
+def test_what_has_to_use_the_bodys_connections_is_run_by_its_hub() -> None:
+    def job(gevent: Any) -> bool:
+        made: list[Interruption] = []
+        threads: list[int] = []
+        greenlet = gevent.spawn(lambda: made.append(make()))
+        greenlet.join()
+        from_thread(lambda: made[0].run_beside(lambda: threads.append(threading.get_ident())))
+        assert threads == []
+        gevent.sleep(0.05)
+        return threads == [threading.get_ident()]
+
+    assert in_hub(job)
+
+
+def test_a_green_thread_of_another_library_is_left_alone() -> None:
+    # eventlet: a signal would hit whichever of them is running.
+    greenlet = pytest.importorskip("greenlet")
+
+    def body() -> str:
+        interruption = make()
+        from_thread(lambda: interruption.strike("lost"))
+        return interruption.run(lambda: spin(0.05))
+
+    assert greenlet.greenlet(body).switch() == "done"
+
+
 # --- the signal ---------------------------------------------------------------------------------
 
 

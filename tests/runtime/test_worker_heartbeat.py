@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ from tests.support.waiting import eventually
 
 SLEEPS = "import time; time.sleep(60)"
 COMPUTES = "while True: pass"
+HOLDS_THE_GIL = """
+import ctypes, threading, time
+
+def waits_for_it():
+    while True:
+        time.sleep(0.01)
+
+for _ in range(3):
+    threading.Thread(target=waits_for_it, daemon=True).start()
+ctypes.PyDLL(None).sleep(60)
+"""
 
 
 @pytest.fixture
@@ -33,7 +45,7 @@ def clock() -> Clock:
 class Main:
     """A main process whose store answers what a test says."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.asked: list[list[tuple[str, int, str]]] = []
         self.said: list[tuple[Answer, int]] = []
         self.lost: dict[tuple[str, int], AttemptState | None] = {}
@@ -131,7 +143,8 @@ def test_a_child_that_says_nothing_and_computes_lives(main: Main, clock: Clock, 
 
     for beats in (2, 3, 4):
         before = processor_ticks(pid)
-        eventually(lambda before=before: processor_ticks(pid) > before + 2)
+        # More than a hundredth of the ten seconds.
+        eventually(lambda before=before: processor_ticks(pid) > before + 12)
         clock.move(10)
         main.heartbeat.beat_once()
 
@@ -157,6 +170,23 @@ def test_a_child_that_says_nothing_and_does_nothing_is_not_renewed(
     # Its last word counts for one and a half heartbeats.
     assert asked == 2
     assert len(main.asked) == asked
+
+
+def test_threads_that_wait_for_pythons_lock_are_no_computation(run: Any) -> None:
+    """They look again and again whether it is free, which takes processor time, too."""
+    main = Main(time.monotonic)
+    pid = run(HOLDS_THE_GIL)
+    main.heartbeat.watch(replace(claim(pid), heartbeat_seconds=0.01))
+    eventually(lambda: len(list(Path(f"/proc/{pid}/task").iterdir())) == 4, timeout=20)
+    eventually(lambda: state(pid) == "S")
+    main.heartbeat.beat_once()
+
+    for _ in range(2):
+        before = processor_ticks(pid)
+        eventually(lambda before=before: processor_ticks(pid) > before, timeout=30)
+        main.heartbeat.beat_once()
+
+    assert main.asked == []
 
 
 def test_a_stopped_child_is_not_renewed_whatever_it_said_before(

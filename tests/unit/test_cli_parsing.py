@@ -61,6 +61,7 @@ def test_the_commands_are_these():
         "attempts",
         "cancel",
         "demo",
+        "doctor",
         "jobs",
         "migrate",
         "reap",

@@ -128,6 +128,8 @@ def test_engine_options_are_copied_so_that_later_changes_of_the_users_mapping_do
         ("lease_store_url", b"sqlite://"),
         ("lease_store_url", "postgres://host/name"),
         ("lease_store_schema", " "),
+        ("lease_run_dir", "run/lease"),
+        ("lease_run_dir", ""),
         ("lease_store_table_prefix", ""),
         ("lease_store_table_prefix", "Lease_"),
         ("lease_store_table_prefix", "1_"),

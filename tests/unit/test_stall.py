@@ -56,7 +56,31 @@ def test_a_checkpoint_is_progress_even_if_it_is_the_same() -> None:
 def test_time_in_which_the_process_did_not_run_is_left_out() -> None:
     watch = StallWatch(10, began_at=0)
 
-    watch.forgive(60)
+    watch.forgive(60, 3, now=65)
 
-    assert not watch.is_stalled(69)
-    assert watch.is_stalled(70)
+    assert watch.silence_seconds(65) == 2
+    assert not watch.is_stalled(72)
+    assert watch.is_stalled(73)
+
+
+def test_what_is_not_known_is_forgiven_once_between_two_reports() -> None:
+    # Or a body in one starving call after another would never count as stalled.
+    watch = StallWatch(10, began_at=0)
+
+    watch.forgive(1, 4, now=5)
+    assert watch.silence_seconds(5) == 0
+    watch.forgive(1, 4, now=10)
+    assert watch.silence_seconds(10) == 4
+
+    watch.report("1", 11)
+    watch.forgive(1, 4, now=16)
+    assert watch.silence_seconds(16) == 0
+
+
+def test_more_is_never_forgiven_than_there_was() -> None:
+    watch = StallWatch(10, began_at=0)
+    watch.report("1", 4)
+
+    watch.forgive(3, 3, now=5)
+
+    assert watch.silence_seconds(5) == 0

@@ -100,3 +100,24 @@ def test_the_worker_serves_the_next_job(site: Site) -> None:
     assert [result.get(timeout=15) for result in hung] == ["done", "done"]
     results = [site.task("t.add").delay(number, 1) for number in range(4)]
     assert [result.get(timeout=10) for result in results] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("pool", ["prefork"])
+def test_a_worker_that_was_frozen_has_not_stalled(
+    make_site: Callable[..., Site],
+    postgresql_url: str,
+    start_worker: Callable[..., CeleryWorker],
+    pool: str,
+) -> None:
+    site = make_site(postgresql_url)
+    worker = start_worker(WORKER_APP, pool=pool, env=site.worker_env())
+    result = site.task("b.slow").delay(site.tag(), "progress")
+    eventually(lambda: site.attempts(result.id))
+    frozen_at = time.monotonic()
+
+    worker.freeze()
+    eventually(lambda: time.monotonic() - frozen_at > 2.2)
+    worker.thaw()
+
+    assert result.get(timeout=20) == "slow and done"
+    assert site.states(result.id) == ["completed"]

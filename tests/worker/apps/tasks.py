@@ -19,6 +19,7 @@ from celery import Celery, Task, chain, chord, group
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_lease import HandOver, LeasedTask, current_lease
+from tests.worker.apps.breakable import add_breakable_tasks
 
 try:
     from pydantic import BaseModel
@@ -79,6 +80,7 @@ def make_app(*, broker: str, backend: str | None, store: str, ledger: str, **con
     _replacing_tasks(app, book)
     _outcome_tasks(app, book)
     _forms(app, book)
+    add_breakable_tasks(app, book)
     return app
 
 
@@ -134,7 +136,7 @@ def _bodies(app: Celery, book: Ledger) -> None:  # noqa: C901 - a list of tasks
         if self.request.retries < tries:
             raise self.retry(countdown=0)
 
-    @app.task(name="t.wait", base=LeasedTask, bind=True, lease_duration=3)
+    @app.task(name="t.wait", base=LeasedTask, bind=True, lease_duration=3, lease_interrupt=False)
     def wait(self: LeasedTask, tag: str) -> str:
         """Run until the test says so."""
         token = self.lease.fencing_token
@@ -200,7 +202,7 @@ def _retrying_tasks(app: Celery, book: Ledger) -> None:  # noqa: C901 - same
             return "of the first"
         return "of the second"
 
-    @app.task(name="r.retry_when", base=LeasedTask, bind=True)
+    @app.task(name="r.retry_when", base=LeasedTask, bind=True, lease_interrupt=False)
     def retry_when(self: LeasedTask, tag: str) -> str:
         if self.request.retries == 0:
             book.note(tag, "began")
@@ -246,7 +248,7 @@ def _replacing_tasks(app: Celery, book: Ledger) -> None:
         book.note(tag, f"replace by {by} token {self.lease.fencing_token}")
         raise self.replace(replacements[by](tag))
 
-    @app.task(name="p.replace_when", base=LeasedTask, bind=True)
+    @app.task(name="p.replace_when", base=LeasedTask, bind=True, lease_interrupt=False)
     def replace_when(self: LeasedTask, tag: str, by: str) -> None:
         book.note(tag, "began")
         book.wait(tag, "replace")
@@ -332,7 +334,15 @@ def _outcome_tasks(app: Celery, book: Ledger) -> None:  # noqa: C901, PLR0915 - 
         "killed": killed,
     }
 
-    @app.task(name="o.act", base=LeasedTask, bind=True, lease_duration=3, max_retries=None)
+    @app.task(
+        name="o.act",
+        base=LeasedTask,
+        bind=True,
+        lease_duration=3,
+        # What a body says that goes on without its lease is what these are for.
+        lease_interrupt=False,
+        max_retries=None,
+    )
     def act(self: LeasedTask, tag: str, kind: str) -> Any:
         """Do something bad at the first attempt and end well at the second."""
         token = self.lease.fencing_token
