@@ -23,7 +23,7 @@ PIP   := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test long lint lint-ruff lint-format lint-types lint-imports lint-changes \
-	docs wheel bench clean prerequisites again
+	docs wheel bench soak clean prerequisites again
 
 help: ## this list
 	@echo 'make TARGET [PYTHON=python3.12] [ARGS="..."]'
@@ -71,6 +71,12 @@ wheel: $(LINT) ## the wheel and the sdist, into dist/, and a look whether the wh
 bench: $(TEST) ## the measurements of bench/ (ARGS="--help")
 	@$(VENV)/bin/python -m tests.support.prepare
 	$(VENV)/bin/python -m bench $(ARGS)
+
+# MINUTES (15), SEED (1), BROKER (redis, rabbitmq) and STORE (postgresql, mariadb, sqlite).
+soak: $(TEST) ## chaos for 15 minutes (MINUTES=, SEED=, BROKER=, STORE=), report in docs/soak/
+	@$(VENV)/bin/python -m tests.support.prepare
+	MINUTES="$(MINUTES)" SEED="$(SEED)" BROKER="$(BROKER)" STORE="$(STORE)" \
+		$(VENV)/bin/python -m tests.soak $(ARGS)
 
 clean: ## remove what make made
 	rm -rf $(VENV) build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache \

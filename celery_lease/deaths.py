@@ -1,9 +1,9 @@
 """Why a child died, in one line, from what its parent can read.
 
 The exception that billiard reports has the signal or the exit code. Whether a SIGKILL was the
-kernel's, for want of memory, stands in the counters of the control group (cgroup v2,
-``memory.events``: Linux, Documentation/admin-guide/cgroup-v2.rst); where they cannot be read
-nothing is claimed.
+kernel's, for want of memory, stands in a counter of the control group (``memory.events`` of cgroup
+v2, ``memory.oom_control`` of v1: Linux, Documentation/admin-guide/cgroup-v2.rst and
+cgroup-v1/memory.rst); where it cannot be read nothing is claimed.
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ class OutOfMemoryCounter:
 
 def _events_file(cgroups: Path, own: Path) -> Path | None:
     try:
-        found = re.search(r"^0::/?(.*)$", own.read_text(), re.MULTILINE)
+        groups = own.read_text()
     except OSError:
         return None
-    if found is None:
-        return None
-    # In a container the path may be that of the host, and the container's own is mounted.
-    for folder in (cgroups / found[1], cgroups):
-        if (folder / "memory.events").is_file():
-            return folder / "memory.events"
+    # Version 1 first: where the memory controller is its, version 2 has a group without one.
+    for line, root, name in (
+        (r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/?(.*)$", cgroups / "memory", "memory.oom_control"),
+        (r"^0::/?(.*)$", cgroups, "memory.events"),
+    ):
+        found = re.search(line, groups, re.MULTILINE)
+        # In a container the path may be that of the host, and the container's own is mounted.
+        for folder in (root / found[1], root) if found else ():
+            if (folder / name).is_file():
+                return folder / name
     return None
 
 

@@ -295,6 +295,7 @@ def report_dead_owners(
     *,
     lost_backoff: Sequence[float],
     on_vanished: Callable[[Vanished], None],
+    is_ours: Callable[[str], bool] = lambda _: False,
 ) -> int:
     """Look once, and report the leases of every dead owner lost; return how many this call ended.
 
@@ -307,6 +308,8 @@ def report_dead_owners(
         watch: finds the dead.
         lost_backoff: ``lease_lost_backoff``, seconds.
         on_vanished: called with each loss, after its commit: tells of it, dispatches its job.
+        is_ours: tells of an owner that it is a child of this process, whose pool knows better how
+            it died: it is left to it until the second look.
 
     Raises:
         StoreUnavailable: nothing more is reported, and nothing forgotten that the store was not
@@ -314,6 +317,8 @@ def report_dead_owners(
     """
     count = 0
     for owner in watch.look():
+        if is_ours(owner) and not watch.was_dead_before(owner):
+            continue
         ended = _report_dead_owner(store, owner, lost_backoff=lost_backoff, on_vanished=on_vanished)
         count += ended
         if not ended and watch.was_dead_before(owner):

@@ -144,10 +144,18 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         """
         if self._is_acknowledged_at_claim and not options and not self._is_stopping():
             return
+        self._say_stopping()
         # Raised in the signal's handler it would be a failure of solo's body, which it interrupts,
         # or the end of a threads worker beside its bodies.
         with suppress(NotImplementedError):
             super().cancel(pool, signal, **options)
+
+    def _say_stopping(self) -> None:
+        """Have the child know that the signal that ends its body is ours: it gives the job back."""
+        claims, claim = self._extension.claims, self._claim
+        if claims is not None and claims.socket is not None and claim is not None:
+            answer = Answer(claim.job_id, claim.fencing_token, stopping=True)
+            claims.socket.answer(answer, claim.pid)
 
     def _announce_cancelled(self, **_: Any) -> None:
         """Say that the body was stopped; what its job does next is in the store, and no RETRY."""

@@ -126,6 +126,11 @@ class Runtime:
             monotonic=monotonic,
         )
 
+    @property
+    def is_stopping(self) -> bool:
+        """True once this process's worker was asked to stop."""
+        return self._stop_flag is not None and self._stop_flag.is_set()
+
     # -- the beginning -------------------------------------------------------------------------
 
     def claim(

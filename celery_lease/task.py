@@ -75,6 +75,8 @@ from celery_lease.store import queries, transitions
 #: Seconds before a job that its body rejected with ``requeue=True`` runs again: no delivery
 #: loop without a gap (B032).
 REQUEUE_SECONDS = 1.0
+#: A delivery that reaches a worker which stops is given back after so long, for another one.
+STOPPING_SECONDS = 0.2
 #: The pool counts the hard time limit from a moment before the delivery reached ``__call__``.
 LIMIT_SLACK_SECONDS = 0.5
 #: Where a request keeps which ``__call__`` its delivery is in, and what is to be settled.
@@ -290,6 +292,10 @@ class _Delivery:
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Claim, run the body, end the attempt, and give Celery what it is to publish."""
+        if self._runtime.is_stopping:
+            # What this worker hands over it must not take up again, while it still consumes.
+            time.sleep(STOPPING_SECONDS)
+            raise Reject("this worker stops", requeue=True)
         with _limits_held_back() as let_through:
             answer, lease = self._claim()
             if isinstance(answer, Replay):

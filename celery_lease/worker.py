@@ -48,6 +48,8 @@ OWNER_LOOK_SECONDS = 0.5
 #: within ``SETTLE_SECONDS`` (``heartbeat``), unless it dies first.
 TOLD_SECONDS = 5.0
 MOST_TOLD = 1000
+#: Children remembered by their names in the store: those that live, and the last that died.
+MOST_OWNERS = 1000
 #: Claims kept of which the pool has not said yet that the job was accepted.
 MOST_EARLY = 1000
 
@@ -176,7 +178,12 @@ class WorkerThread:
                 self._watch,
                 lost_backoff=self._extension.settings.lost_backoff,
                 on_vanished=self._on_vanished,
+                is_ours=self._is_ours,
             )
+
+    def _is_ours(self, owner: str) -> bool:
+        claims = self._extension.claims
+        return claims is not None and claims.has_heard_of(owner)
 
     def _on_vanished(self, vanished: Vanished) -> None:
         report_vanished(vanished)
@@ -227,11 +234,15 @@ class WorkerClaims:
         #: The main process: its children have a copy of this that hears nothing.
         self.pid = os.getpid()
         self._early: dict[tuple[str, int], Claim] = {}
+        self._owners: dict[str, None] = {}
         self._told: deque[tuple[float, Claim]] = deque(maxlen=MOST_TOLD)
         self.socket: ClaimSocket | None = None
 
     def heard(self, claim: Claim) -> Answer | None:
         """Take a claim; None when its delivery is not known yet."""
+        self._owners[claim.owner] = None
+        if len(self._owners) > MOST_OWNERS:
+            self._owners.pop(next(iter(self._owners)))
         for request in tuple(state.active_requests):
             if request.id == claim.job_id and request.worker_pid == claim.pid:
                 if hasattr(request, "on_claimed"):
@@ -241,6 +252,10 @@ class WorkerClaims:
             self._early.pop(next(iter(self._early)))
         self._early[claim.job_id, claim.pid] = claim
         return None
+
+    def has_heard_of(self, owner: str) -> bool:
+        """Tell whether a process is, or was, a child of this one."""
+        return owner in self._owners
 
     def on_told(self, claim: Claim) -> None:
         """Remember that Celery has stored the end of an attempt and sent its callbacks."""

@@ -1,6 +1,8 @@
 """What ``doctor`` thinks of the facts: one pure function a subject, each yields findings.
 
 A remedy names the settings to change. Numbers of Celery and kombu are of 5.7, with their place.
+
+Longer than the house wants, since the sentences of a finding belong beside its condition.
 """
 
 from __future__ import annotations

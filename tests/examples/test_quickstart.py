@@ -68,7 +68,7 @@ def test_a_killed_worker_s_job_goes_on_from_its_checkpoint(
     )
     assert half_done < PAGES
     seen = run(project, env, "look.py")
-    assert re.search(r"token 1: one@test expired", seen), seen
+    assert re.search(r"token 1: one@test lost", seen), seen
     assert re.search(r'token 2: two@test completed \{"done":20,"total":20\}', seen), seen
     pages = [page.read_text() for page in sorted((project / "pages").iterdir())]
     tokens = [int(re.findall(r"token (\d)", page)[0]) for page in pages]

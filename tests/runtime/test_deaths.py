@@ -16,35 +16,42 @@ ENDED = WorkerLostError("Worker exited prematurely: exitcode 0 Job: 3.")
 class Group:
     """A control group in a folder, as Linux shows it to a process in it."""
 
-    def __init__(self, folder: Path, *, path: str = "", files: str = "") -> None:
+    def __init__(self, folder: Path, *, path: str = "", files: str = "", version: int = 2) -> None:
         self.cgroups = folder / "cgroups"
         self.own = folder / "own"
-        self.own.write_text(f"9:name=systemd:/elsewhere\n0::/{path}\n")
-        self._file = self.cgroups / files / "memory.events"
+        memory = f"4:memory:/{path}\n0::/\n" if version == 1 else f"0::/{path}\n"
+        self.own.write_text(f"9:name=systemd:/elsewhere\n{memory}")
+        mounted = self.cgroups / ("memory" if version == 1 else "") / files
+        self._file = mounted / ("memory.oom_control" if version == 1 else "memory.events")
         self._file.parent.mkdir(parents=True)
+        self._version = version
         self.count(0)
 
     def count(self, oom_kill: int) -> None:
         """Say how many processes the kernel has killed."""
-        # As in Linux' Documentation/admin-guide/cgroup-v2.rst
-        self._file.write_text(
-            f"low 0\nhigh 0\nmax 7\noom {oom_kill + 5}\noom_kill {oom_kill}\noom_group_kill 0\n"
+        # As in Linux' Documentation/admin-guide: cgroup-v2.rst, cgroup-v1/memory.rst
+        before = (
+            "oom_kill_disable 0\nunder_oom 0"
+            if self._version == 1
+            else f"low 0\nhigh 0\nmax 7\noom {oom_kill + 5}"
         )
+        self._file.write_text(f"{before}\noom_kill {oom_kill}\n")
 
     def counter(self) -> OutOfMemoryCounter:
         """Return a counter that looks here."""
         return OutOfMemoryCounter(self.cgroups, self.own)
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     ("path", "files"),
     [("", ""), ("user/worker", "user/worker"), ("../../hosts/view", "")],
     ids=["root", "own", "container"],
 )
 def test_a_kill_for_want_of_memory_is_told_from_another(
-    path: str, files: str, tmp_path: Path
+    path: str, files: str, version: int, tmp_path: Path
 ) -> None:
-    group = Group(tmp_path, path=path, files=files)
+    group = Group(tmp_path, path=path, files=files, version=version)
     counter = group.counter()
 
     before = death_reason(KILLED, counter)

@@ -18,7 +18,7 @@ from celery_lease.records import Accepted, Claimed, Renewed
 from celery_lease.states import JobState, LossCause
 from celery_lease.store import queries, transitions
 from celery_lease.store.dialects import Later, clock
-from celery_lease.store.engine import TRIES, RowBusy, Store, _Again
+from celery_lease.store.engine import TRIES, RowBusy, Store, _Again, _stores
 from tests.store.builders import (
     JSON,
     NO_BACKOFF,
@@ -123,6 +123,22 @@ def test_nothing_is_connected_before_the_first_use(store: Store) -> None:
 
 def test_the_engine_is_made_once(store: Store) -> None:
     assert store.engine is store.engine
+
+
+def test_a_store_apart_shares_tables_and_no_connection(store: Store) -> None:
+    store_now(store)
+    other = store.apart()
+    assert other._engine is None
+
+    store_now(other)
+
+    assert other.tables is store.tables
+    assert other.base_engine is not store.base_engine
+    assert other.base_engine.pool is not store.base_engine.pool
+    # A forked child leaves its connections alone, too.
+    assert other in _stores
+    other.close()
+    assert store_now(store)
 
 
 def test_a_closed_store_can_be_used_again(kind: str, open_store: Callable[..., Store]) -> None:

@@ -63,6 +63,10 @@ class Proxy:
         self._open.set()
         self._flowing.set()
 
+    def lead_to(self, target: int) -> None:
+        """Forward new connections to another port: the address has moved to another server."""
+        self._target = target
+
     @property
     def connection_count(self) -> int:
         """How many connections go through it now."""

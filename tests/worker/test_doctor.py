@@ -110,6 +110,24 @@ def test_a_healthy_place_has_no_error(
     assert said.seconds < BOUND
 
 
+def test_it_asks_workers_on_rabbitmq_too(
+    make_site: Callable[..., Site],
+    postgresql_url: str,
+    amqp_url: str,
+    start_worker: Callable[..., CeleryWorker],
+) -> None:
+    site = make_site(postgresql_url, broker=amqp_url)
+    worker = start_worker(WORKER_APP, env=site.worker_env())
+    site.run_pass()
+
+    said = ask(site)
+
+    assert (said.errors, said.code) == (set(), 0), said.text
+    assert said.facts("workers") == {"online": [worker.nodename]}
+    assert said.severity("consumer timeout") == "info"
+    assert said.severity("visibility timeout") == ""
+
+
 def test_queued_and_unclaimed_beside_an_idle_worker_is_an_error(
     make_site: Callable[..., Site],
     postgresql_url: str,

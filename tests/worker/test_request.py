@@ -25,7 +25,7 @@ from celery_lease.extension import Extension, extension_of
 from celery_lease.records import Held
 from celery_lease.request import LeaseRequest
 from celery_lease.stopping import StopFlag
-from celery_lease.worker import MOST_EARLY, WorkerClaims
+from celery_lease.worker import MOST_EARLY, MOST_OWNERS, WorkerClaims
 
 PID = 4711
 CLAIM = Claim("job", 3, f"host:{PID}:x", PID, 30.0, 10.0)
@@ -232,6 +232,17 @@ def test_what_was_acknowledged_cannot_be_given_back(
     request.reject(requeue=True)
 
     assert (broker.told, request.acknowledged) == (["ack"], True)
+
+
+def test_the_latest_children_are_known_by_their_names(extension: Extension) -> None:
+    """Their deaths are left to the pool for a moment, which knows how they died."""
+    claims = extension.claims
+    assert claims is not None
+    for number in range(MOST_OWNERS + 10):
+        claims.heard(Claim("job", 1, f"host:{number}:x", PID, 30.0, 10.0))
+
+    assert not claims.has_heard_of("host:0:x")
+    assert claims.has_heard_of(f"host:{MOST_OWNERS}:x")
 
 
 # --- a child that is gone -------------------------------------------------------------------------

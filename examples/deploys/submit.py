@@ -1,0 +1,3 @@
+from tasks import import_rows
+
+print(import_rows.delay().id)
