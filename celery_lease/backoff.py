@@ -122,23 +122,27 @@ def lost_delay_seconds(schedule: Sequence[float], lost_count: int) -> float:
     return float(schedule[min(lost_count, len(schedule)) - 1])
 
 
-def redispatch_gap_seconds(
-    queued_timeout_seconds: float, dispatch_count: int, cap_doublings: int = 6
-) -> float:
-    """Seconds an unclaimed message has before the next one is sent, doubling up to a cap.
+#: The gap between two messages of one job is at most so many times ``lease_queued_timeout``: 5 h
+#: 20 min by default, so that a job whose messages are really lost is not forgotten.
+LARGEST_GAP = 64
 
-    Doubling keeps a backlog, where every message is merely late, from multiplying its messages
-    (design §8); the cap keeps a job whose messages are really lost from being forgotten.
+
+def redispatch_gap_seconds(queued_timeout_seconds: float, waited_seconds: float) -> float:
+    """Seconds an unclaimed message has before the next one is sent.
+
+    The gaps double, up to a cap: in a backlog every message is merely late, and its messages must
+    not multiply (design §8). They begin anew whenever the job was queued anew: what it has been
+    through before says nothing about this message.
 
     Args:
         queued_timeout_seconds: the gap after the first dispatch.
-        dispatch_count: dispatches so far; 0 counts as 1.
-        cap_doublings: how often it doubles at most; 6 makes 300 s at most 5 h 20 min.
+        waited_seconds: how long the job had been due when its last message was sent; before its
+            due time less than 0.
 
     .. versionadded:: 0.1
     """
-    doublings = min(max(dispatch_count - 1, 0), cap_doublings)
-    return float(queued_timeout_seconds * 2**doublings)
+    gap = queued_timeout_seconds + max(waited_seconds, 0.0)
+    return float(min(gap, LARGEST_GAP * queued_timeout_seconds))
 
 
 def full_jitter(

@@ -13,7 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.sql.elements import ColumnElement
 
-from celery_lease.backoff import redispatch_gap_seconds
+from celery_lease.backoff import LARGEST_GAP
 from celery_lease.records import (
     Dispatchable,
     Held,
@@ -27,9 +27,6 @@ from celery_lease.store.dialects import Later, SecondsBetween, clock
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions import outcome_of
 from celery_lease.store.transitions.vanishing import is_uncounted_end
-
-#: Dispatches after which the gap between two of them no longer grows.
-LARGEST_GAP_AT = 7
 
 
 def undispatched(store: Store, *, limit: int) -> list[Dispatchable]:
@@ -47,22 +44,18 @@ def undispatched(store: Store, *, limit: int) -> list[Dispatchable]:
 def unclaimed(store: Store, *, queued_timeout: float, limit: int) -> list[Dispatchable]:
     """Return queued jobs that nobody has claimed for ``queued_timeout`` seconds after a dispatch.
 
-    The gap doubles with each dispatch, up to a cap, so that a backlog does not multiply its
-    messages without end.
+    The gap doubles with each dispatch since the job was queued, up to a cap, so that a backlog does
+    not multiply its messages without end: ``backoff.redispatch_gap_seconds`` is the formula.
     """
     job = store.tables.job
-    waited = []
-    for count in range(1, LARGEST_GAP_AT + 1):
-        gap = redispatch_gap_seconds(queued_timeout, count)
-        sent = job.c.dispatch_count
-        this_count = sent >= count if count == LARGEST_GAP_AT else sent == count
-        waited.append(sa.and_(this_count, job.c.dispatched_at <= Later(clock(), -gap)))
+    waited = SecondsBetween(job.c.available_at, job.c.dispatched_at)
+    since = SecondsBetween(job.c.dispatched_at, clock())
     statement = (
         _candidates(job)
         .where(
             job.c.state == JobState.QUEUED.value,
             job.c.dispatched_at <= Later(clock(), -queued_timeout),
-            sa.or_(*waited),
+            sa.or_(since - waited >= queued_timeout, since >= LARGEST_GAP * queued_timeout),
         )
         .order_by(job.c.dispatched_at, job.c.id)
         .limit(limit)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from celery_lease.backoff import redispatch_gap_seconds
 from celery_lease.records import Dispatchable, Refused, Replay
 from celery_lease.states import JobState, LossCause, OnExpiry, Refusal
 from celery_lease.store import queries, transitions
@@ -266,15 +267,39 @@ def test_a_job_that_is_dispatched_or_not_queued_is_no_candidate(store: Store) ->
 
 def test_a_message_that_nobody_claimed_is_sent_again_after_gaps_that_double(store: Store) -> None:
     submitted(store, dispatched=False)
+    waited = 0.0
 
-    for count, gap in enumerate([100, 200, 400, 800, 1600, 3200, 6400, 6400, 6400]):
+    for count in range(9):
         assert transitions.dispatch(store, Dispatchable("job", "app.work", count, 1, None))
+        gap = redispatch_gap_seconds(100.0, waited)
 
         move_back(store, "job", seconds=gap - 60)
         assert queries.unclaimed(store, queued_timeout=100.0, limit=9) == []
-        move_back(store, "job", seconds=60)
+        # And a little: what these steps take counts as waiting, too.
+        move_back(store, "job", seconds=65)
         [found] = queries.unclaimed(store, queued_timeout=100.0, limit=9)
         assert found.dispatch_count == count + 1
+        waited += gap + 5
+
+
+def test_the_gaps_begin_anew_when_the_job_is_queued_anew(store: Store) -> None:
+    """What it has been through before says nothing about this message."""
+    submitted(store, dispatched=False)
+    for count in range(7):
+        assert transitions.dispatch(store, Dispatchable("job", "app.work", count, 1, None))
+        move_back(store, "job", seconds=10_000)
+    lease = claimed(store)
+    move_back(store, "job", seconds=10_000)
+    transitions.release(store, lease, parting())
+    assert transitions.dispatch(store, Dispatchable("job", "app.work", 7, 1, None))
+
+    move_back(store, "job", seconds=90)
+    assert queries.unclaimed(store, queued_timeout=100.0, limit=9) == []
+    move_back(store, "job", seconds=20)
+
+    assert [one.job_id for one in queries.unclaimed(store, queued_timeout=100.0, limit=9)] == [
+        "job"
+    ]
 
 
 def test_claimed_and_waiting_jobs_are_not_sent_again(store: Store) -> None:

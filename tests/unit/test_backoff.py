@@ -137,9 +137,16 @@ def test_a_loss_that_was_not_counted_has_no_delay(
 
 
 def test_the_gap_before_the_next_dispatch_doubles_up_to_a_cap() -> None:
-    gaps = [redispatch_gap_seconds(300.0, n, cap_doublings=2) for n in (0, 1, 2, 3, 4, 10_000)]
+    waited, gaps = 0.0, []
+    for _ in range(9):
+        gaps.append(redispatch_gap_seconds(300.0, waited))
+        waited += gaps[-1]
 
-    assert gaps == [300.0, 300.0, 600.0, 1200.0, 1200.0, 1200.0]
+    assert gaps == [300.0 * n for n in (1, 2, 4, 8, 16, 32, 64, 64, 64)]
+
+
+def test_a_message_that_was_sent_before_its_due_time_has_the_first_gap() -> None:
+    assert redispatch_gap_seconds(300.0, -5000.0) == 300.0
 
 
 def test_the_back_off_doubles_up_to_a_cap() -> None:
