@@ -101,6 +101,7 @@ class Resend:
         failure: what made it retry.
         shielded: runs the transition with time-limit signals held back.
         error: why nothing was published, None when it was.
+        is_put_off: True when the message is to leave only after Celery has stored the RETRY.
     """
 
     runtime: Runtime
@@ -109,6 +110,7 @@ class Resend:
     failure: Failure = field(default_factory=Failure)
     shielded: Callable[[Callable[[], Any]], Any] = lambda call: call()
     error: Exception | None = None
+    is_put_off: bool = False
 
 
 _resend: ContextVar[Resend | None] = ContextVar("celery_lease_resend", default=None)
@@ -265,19 +267,24 @@ class RecordingProducer:
         delay = seconds_until(headers.get("eta")) or 0.0
         expires = seconds_until(headers.get("expires"))
         if message.version > 1:
+            # A retry that is due at once may end before Celery has stored the RETRY of this
+            # attempt, which would then stand over its outcome for ever.
+            put_off = resend is not None and resend.kind is LateOutcome.RETRIED and delay <= 0
             again = transitions.Again(
                 message=message,
                 delay_seconds=delay,
                 expires_seconds=expires,
                 queue=queue,
                 priority=options.get("priority"),
+                dispatched=not put_off,
                 task=self._task,
             )
             self._dispatch_count = 1
             if resend is None:
                 return transitions.reopen(self._store, headers["id"], again)
             self._record_again(again, resend)
-            return True
+            resend.is_put_off = put_off
+            return not put_off
         job = NewJob(
             job_id=headers["id"],
             task=self._task,

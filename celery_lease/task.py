@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import signal
 import threading
 import time
@@ -72,6 +73,8 @@ from celery_lease.settings import TaskSettings
 from celery_lease.states import JobState, LateOutcome
 from celery_lease.store import queries, transitions
 
+logger = logging.getLogger(__name__)
+
 #: Seconds before a job that its body rejected with ``requeue=True`` runs again: no delivery
 #: loop without a gap (B032).
 REQUEUE_SECONDS = 1.0
@@ -82,6 +85,8 @@ LIMIT_SLACK_SECONDS = 0.5
 #: Where a request keeps which ``__call__`` its delivery is in, and what is to be settled.
 _ENTERED = "_lease_entered"
 _SETTLES = "_lease_settles"
+#: Where it keeps that the message of a retry leaves when Celery has stored the RETRY.
+_PUT_OFF = "_lease_put_off"
 
 
 def _entry(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,6 +202,8 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
                     lease.ended_by = "lost"
                     raise Ignore(str(resend.error)) from resend.error
                 raise
+            finally:
+                self.request_stack.top.__dict__[_PUT_OFF] = resend.is_put_off
 
     def on_replace(self, sig: Any) -> Any:
         """Replace the running task; the lease ends with the transition that fits."""
@@ -297,7 +304,7 @@ class _Delivery:
             time.sleep(STOPPING_SECONDS)
             raise Reject("this worker stops", requeue=True)
         with _limits_held_back() as let_through:
-            answer, lease = self._claim()
+            answer, lease = self._claimed()
             if isinstance(answer, Replay):
                 return self._replay(answer.outcome)
             if lease is None:
@@ -315,6 +322,17 @@ class _Delivery:
         return self._settings.interrupt
 
     # -- claim ---------------------------------------------------------------------------------
+
+    def _claimed(self) -> tuple[ClaimAnswer, Lease | None]:
+        try:
+            return self._claim()
+        except Reject:
+            raise
+        except Exception as error:
+            # A mistake of ours, or a store that refuses us, is no failure of the job.
+            logger.exception("lease.claim.failed job_id=%s", self._request.id)
+            time.sleep(REQUEUE_SECONDS)
+            raise Reject(error, requeue=True) from error
 
     def _claim(self) -> tuple[ClaimAnswer, Lease | None]:
         request = self._request
@@ -408,12 +426,31 @@ class _Attempt:
         self._runtime = delivery._runtime  # noqa: SLF001
         self._lease = lease
 
+        #: What Celery is to see as the failure of the task, recorded as such.
+        self._failed_by: BaseException | None = None
+
     def run(self, body: Callable[[], Any]) -> Any:
         """Return the body's value if it is this attempt's to give; raise what Celery is to see."""
         try:
             return self._tried(body)
         except _Ended as ended:
+            self._send_put_off()
             raise ended.raises from ended.__cause__
+        except Retry:
+            # Celery stores it first: ``task_retry`` sends the message.
+            raise
+        except Exception as error:
+            self._send_put_off()
+            if error is self._failed_by or isinstance(error, Ignore | Reject | BodyAborted):
+                raise
+            # A mistake of ours is no outcome of the job: its lease runs out, and it is given on.
+            logger.exception("lease.attempt.failed job_id=%s", self._lease.job_id)
+            raise Ignore("celery-lease failed: the job is given on") from error
+
+    def _send_put_off(self) -> None:
+        """Send the message of a retry that Celery will not hear of."""
+        with suppress(StoreUnavailable):
+            send_put_off(self._task, self._request)
 
     def _tried(self, body: Callable[[], Any]) -> Any:
         try:
@@ -438,6 +475,7 @@ class _Attempt:
             raise self._interrupted(error) from None
         except Exception as error:
             self._raised(error)
+            self._failed_by = error
             raise
         except (SystemExit, KeyboardInterrupt) as error:
             self._torn_down(error)
@@ -601,6 +639,9 @@ class _Attempt:
             # The outcome could not be recorded, so Celery must not hear of it either: the
             # reaper gives the job on.
             raise _Ended(Ignore(str(error))) from error
+        except Exception as error:
+            logger.exception("lease.attempt.failed job_id=%s", self._lease.job_id)
+            raise _Ended(Ignore("celery-lease failed: the job is given on")) from error
 
     def _release(self, reason: str, *, delay_seconds: float = 0.0) -> None:
         if self._released_too_often():
@@ -746,5 +787,17 @@ def _settle(sender: Any = None, **_: Any) -> None:
         extension_of(sender.app).runtime.settle_later(outcome)
 
 
+def send_put_off(task: Any, request: Any) -> None:
+    """Send the message of a retry that was put off; a pass of the reaper is the fallback."""
+    if request.__dict__.pop(_PUT_OFF, False):
+        extension_of(task.app).reaper().send_now(request.id)
+
+
+def _retried(sender: Any = None, request: Any = None, **_: Any) -> None:
+    if is_leased(sender):
+        send_put_off(sender, request)
+
+
+signals.task_retry.connect(_retried, weak=False)
 signals.task_success.connect(_settle, weak=False)
 signals.task_failure.connect(_settle, weak=False)

@@ -39,9 +39,8 @@ def site(make_site: Callable[..., Site], postgresql_url: str) -> Site:
 
 def begin(site: Site, number: int) -> list[str]:
     """Send jobs that run until they are interrupted, wait for their bodies, return their ids."""
-    ids, tags = [], [site.tag() for _ in range(number)]
-    for tag in tags:
-        ids.append(site.task("b.works").delay(tag, "naps").id)
+    tags = [site.tag() for _ in range(number)]
+    ids = [site.task("b.works").delay(tag, "naps").id for tag in tags]
     eventually(lambda: all("ready" in site.facts(tag) for tag in tags), timeout=20)
     return ids
 

@@ -76,9 +76,11 @@ TABLE = [
     Row(
         "keyboard",
         "succeeded",
-        [("released", "stopped"), DONE],
+        # Nobody had asked the worker to stop.
+        [("lost", "KeyboardInterrupt: "), DONE],
         "SUCCESS",
         link=1,
+        lost=1,
         pools=("prefork",),
     ),
 ]

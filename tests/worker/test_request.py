@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -386,3 +387,20 @@ def test_a_pool_that_cannot_stop_a_body_has_it_go_on(
     request.cancel(Pool(NotImplementedError("solo")))
 
     assert not request._already_cancelled
+
+
+def test_a_lease_that_its_child_has_given_up_is_renewed_no_more(
+    extension: Extension, make_request: Callable[..., LeaseRequest]
+) -> None:
+    said: list[object] = []
+    extension.worker_heartbeat = SimpleNamespace(  # type: ignore[assignment]
+        watch=said.append, forget=lambda *key: said.append(key)
+    )
+    request = make_request()
+    held = replace(CLAIM, from_worker=True)
+
+    request.on_claimed(held)
+    request.on_claimed(CLAIM)
+
+    assert said == [held, ("job", 3)]
+    extension.worker_heartbeat = None
