@@ -57,7 +57,8 @@ class Claim:
         pid: the child.
         lease_seconds: length of the lease.
         heartbeat_seconds: time between two renewals.
-        from_worker: True when the main process is to renew it (``lease_heartbeat_from``).
+        from_worker: True when the main process is to renew it (``lease_heartbeat_from``); False
+            again when it was given up.
     """
 
     job_id: str

@@ -265,7 +265,10 @@ class Heartbeat:
                 self._beat_by(self._monotonic() + wait)
 
     def _interval(self, lease: Lease) -> float:
-        return jittered(lease.heartbeat_seconds, JITTER, self._random)
+        interval = jittered(lease.heartbeat_seconds, JITTER, self._random)
+        # Not later than the main process's word is overdue: a whole beat after that the lease would
+        # nearly be over (1.5 + 1.1 of 3 beats).
+        return min(interval, lease.worker_silent_in) if lease.is_renewed_by_worker else interval
 
     def _beat_by(self, instant: float) -> None:
         if self._next_beat is None or instant < self._next_beat:

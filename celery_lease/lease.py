@@ -277,8 +277,13 @@ class Lease(NullLease):
     @property
     def is_renewed_by_worker(self) -> bool:
         """True while the main process's renewals arrive; the child leaves it to them."""
-        age = self._monotonic() - self._renewed_by_worker_at
-        return self.from_worker and age < SILENT_HEARTBEATS * self.heartbeat_seconds
+        return self.from_worker and self.worker_silent_in > 0
+
+    @property
+    def worker_silent_in(self) -> float:
+        """Seconds until the main process's next renewal is overdue."""
+        overdue_at = self._renewed_by_worker_at + SILENT_HEARTBEATS * self.heartbeat_seconds
+        return overdue_at - self._monotonic()
 
     def mark_lost(self, reason: str) -> None:
         """Say that the store no longer knows this lease; ``interrupt`` stops the body."""

@@ -69,6 +69,9 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         heartbeat, sent_at = self._extension.worker_heartbeat, None
         if claim.from_worker and heartbeat is not None and not self.acknowledged:
             sent_at = heartbeat.watch(claim)
+        else:
+            # A lease that its child has given up is renewed no more.
+            self._renew_no_more()
         return Answer(
             claim.job_id,
             claim.fencing_token,

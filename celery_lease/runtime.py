@@ -188,7 +188,7 @@ class Runtime:
             lease_seconds=task_settings.duration_seconds,
             heartbeat_seconds=task_settings.heartbeat_seconds,
             sent_at=sent_at,
-            on_surrender=self.heartbeat.remove,
+            on_surrender=self._renew_no_more,
             on_checkpoint=self.heartbeat.beat_soon,
             on_doubt=self._ask_again,
             from_worker=task_settings.heartbeat_from is HeartbeatFrom.WORKER
@@ -230,6 +230,14 @@ class Runtime:
                     from_worker=lease.from_worker,
                 )
             )
+
+    def _renew_no_more(self, lease: Lease) -> None:
+        """Take a lease that was given up out of the heartbeat, and out of the main process's."""
+        self.heartbeat.remove(lease)
+        if lease.from_worker:
+            lease.from_worker = False
+            # One that is lost on the way is no harm: nobody else speaks for that lease any more.
+            self._say(lease)
 
     def _say_and_hear(
         self, leases: Mapping[tuple[str, int], Lease]
@@ -395,7 +403,7 @@ class Runtime:
 
     def surrender(self, lease: Lease, *, reason: str) -> Vanished | None:
         """End an attempt whose lease was given up; None when it had ended already."""
-        self.heartbeat.remove(lease)
+        self._renew_no_more(lease)
         try:
             vanished = transitions.lost(
                 self.store,
@@ -413,6 +421,7 @@ class Runtime:
         return vanished
 
     def _give_up_stalled(self, lease: Lease) -> None:
+        self._renew_no_more(lease)
         # In a thread of its own: the store and the broker may be slow, the heartbeat must not be.
         thread = NativeThread(lambda: self._end_stalled(lease), name="celery-lease-stall")
         thread.start()

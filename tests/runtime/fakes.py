@@ -29,6 +29,7 @@ def make_lease(
     *,
     seconds: float = 30.0,
     stall_timeout_seconds: float | None = None,
+    from_worker: bool = False,
 ) -> Lease:
     """Return a lease that was claimed just now."""
     surrenders: list[Lease] = []
@@ -40,6 +41,7 @@ def make_lease(
         on_surrender=surrenders.append,
         on_checkpoint=lambda: None,
         stall_timeout_seconds=stall_timeout_seconds,
+        from_worker=from_worker,
         monotonic=clock,
     )
     lease.surrenders = surrenders  # type: ignore[attr-defined]

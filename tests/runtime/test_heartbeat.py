@@ -86,6 +86,40 @@ def test_all_leases_are_renewed_in_one_statement(
     assert {lease.surely_ended_at for lease in leases} == {clock() + 30}
 
 
+def test_what_the_main_process_renews_is_left_to_it_until_its_word_is_overdue(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    lease = make_lease(clock, from_worker=True)
+    lease.renewed_by_worker(clock())
+    heartbeat.add(lease)
+    clock.move(9)
+
+    heartbeat.beat_once()
+
+    assert store.asked == []
+    # The next one is in time for its silence, after one and a half beats of ten seconds.
+    assert heartbeat._next_beat == pytest.approx(clock() + 6)
+    clock.move(6)
+    heartbeat.beat_once()
+    assert len(store.asked) == 1
+    assert lease.surely_ended_at == clock() + 30
+    assert heartbeat._next_beat == pytest.approx(clock() + 10)
+
+
+def test_what_the_body_reports_is_written_although_the_main_process_renews(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock
+) -> None:
+    lease = make_lease(clock, from_worker=True)
+    lease.renewed_by_worker(clock())
+    heartbeat.add(lease)
+    lease.checkpoint(7)
+
+    heartbeat.beat_once()
+    heartbeat.beat_once()
+
+    assert [[one.checkpoint for one in asked] for asked in store.asked] == [["7"]]
+
+
 def test_nothing_is_asked_without_a_lease(heartbeat: Heartbeat, store: FakeStore) -> None:
     heartbeat.beat_once()
 
