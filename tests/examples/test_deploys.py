@@ -1,4 +1,4 @@
-"""``examples/deploys``: a worker that is stopped as a deploy does it, and what its README promises."""
+"""``examples/deploys``: a worker that is stopped as a deploy does it, and what its README says."""
 
 from __future__ import annotations
 

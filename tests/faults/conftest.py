@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from pytest_celery import CeleryTestSetup
 
+from tests.conftest import _numbers
+from tests.faults.brokers import BROKERS, Broker, RabbitBroker, RedisBroker
 from tests.faults.stage import APP, SETTINGS, Stage
+from tests.support.servers import External
 from tests.support.workers import Beat, CeleryWorker
 from tests.worker.conftest import *  # noqa: F403  # pytest-celery's clusters, as tests/worker has them
 
@@ -39,12 +42,13 @@ def make_stage(
         def make(
             database: str = "postgresql",
             *,
+            broker: Broker | None = None,
             store_url: str = "",
             worker_settings: dict[str, Any] | None = None,
             **settings: Any,
         ) -> Stage:
             stage = Stage(
-                broker_url=redis_url,
+                broker=broker or RedisBroker(redis_url),
                 backend_url=redis_url,
                 store_url=store_url or fresh_database(database),
                 settings=settings,
@@ -64,6 +68,31 @@ def enter() -> Iterator[Callable[[AbstractContextManager[Any]], Any]]:
     """Enter a context that ends with the test."""
     with ExitStack() as stack:
         yield stack.enter_context
+
+
+@pytest.fixture(params=BROKERS)
+def broker(request: pytest.FixtureRequest) -> Broker:
+    """A broker that no other test uses, once for each kind."""
+    if request.param == "redis":
+        server = request.getfixturevalue("valkey")
+        if isinstance(server, External):
+            return RedisBroker(server.url)
+        # Not the result backend's database.
+        return RedisBroker(server.url_for(next(_numbers) % server.databases))
+    url = request.getfixturevalue("amqp_url")
+    return RabbitBroker(url, request.getfixturevalue("rabbitmq"))
+
+
+@pytest.fixture
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], str]:
+    """Make an owner folder: each worker with one of its own is on a host of its own."""
+
+    def make() -> str:
+        folder = tmp_path_factory.mktemp("run")
+        folder.chmod(0o700)
+        return str(folder)
+
+    return make
 
 
 # --- pytest-celery --------------------------------------------------------------------------------
@@ -94,7 +123,7 @@ def cluster_stage(
     """The stage of ``celery_setup``'s own servers and workers."""
     conf = json.loads(worker_options[0]["env"]["FAULTS_CONF"])
     stage = Stage(
-        broker_url=celery_setup.broker.config()["host_url"],
+        broker=RedisBroker(celery_setup.broker.config()["host_url"]),
         backend_url=celery_setup.backend.config()["host_url"],
         store_url=conf["lease_store_url"],
         settings=conf,

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import redis
 import sqlalchemy as sa
+from celery import Celery
 from celery.result import AsyncResult
 from celery.states import READY_STATES
 from sqlalchemy.pool import NullPool
 
 from celery_lease.exceptions import StoreUnavailable
 from celery_lease.extension import extension_of
+from tests.faults.brokers import Broker
 from tests.faults.ledger import Ledger
 from tests.faults.tasks import make_app
 from tests.support.waiting import eventually
@@ -59,7 +61,7 @@ class Stage:
     """One broker, one result backend, one store, one ledger.
 
     Args:
-        broker_url: Redis protocol.
+        broker: what carries the messages.
         backend_url: Redis protocol.
         store_url: as the test sees it.
         settings: the app's, beside ``SETTINGS``.
@@ -72,7 +74,7 @@ class Stage:
     def __init__(
         self,
         *,
-        broker_url: str,
+        broker: Broker,
         backend_url: str,
         store_url: str,
         folder: Path,
@@ -87,7 +89,7 @@ class Stage:
         self._start_beat = start_beat
         self._settings = {
             **SETTINGS,
-            "broker_url": broker_url,
+            "broker_url": broker.url,
             "result_backend": backend_url,
             "lease_store_url": store_url,
             **(settings or {}),
@@ -95,11 +97,11 @@ class Stage:
         self._worker_settings = dict(worker_settings or {})
         self.ledger = Ledger(folder)
         self.app = make_app(
-            {k: v for k, v in self._settings.items() if k != "faults_kill_at"}, folder
+            {k: v for k, v in self._settings.items() if not k.startswith("faults_")}, folder
         )
         self.extension = extension_of(self.app)
         self._engine = sa.create_engine(store_url, poolclass=NullPool)
-        self._broker = redis.Redis.from_url(broker_url)
+        self.broker = broker
         self._backend = redis.Redis.from_url(backend_url)
         self._published = self._backend.pubsub()
         self._published.psubscribe(f"{_META}*")
@@ -153,8 +155,13 @@ class Stage:
         """Send a job."""
         return self.signature(plan).apply_async(**options)
 
-    def publish_again(self, job_id: str) -> None:
-        """Put a job's recorded message on the broker once more, behind everybody's back."""
+    def publish_again(self, job_id: str, *, queue: str = "") -> None:
+        """Put a job's recorded message on the broker once more, behind everybody's back.
+
+        Args:
+            job_id: the job.
+            queue: where to, its own one if empty.
+        """
         row = self.rows("message", "job_id = :id", id=job_id)[-1]
         with self.app.producer_or_acquire() as producer:
             producer.publish(
@@ -162,10 +169,18 @@ class Stage:
                 content_type=row["content_type"],
                 content_encoding=row["content_encoding"],
                 headers=json.loads(row["headers"]),
-                exchange=row["exchange"],
-                routing_key=row["routing_key"],
+                exchange="" if queue else row["exchange"],
+                routing_key=queue or row["routing_key"],
+                # This process's own connection may have been the subject of the test.
+                retry=True,
                 **json.loads(row["properties"]),
             )
+
+    def send_by_name(self, plan: Mapping[str, Any]) -> str:
+        """Send a job from an app that knows neither its task nor us; return its id."""
+        with Celery("stranger", broker=self.broker.url, set_as_current=False) as stranger:
+            sent = stranger.send_task("faults.work", kwargs={"plan": dict(plan)})
+        return str(sent.id)
 
     def run_pass(self) -> dict[str, int]:
         """Make one pass of the reaper, in this process."""
@@ -288,7 +303,7 @@ class Stage:
     def wait_quiet(self, timeout: float = 30.0) -> None:
         """Wait until every message has been taken and acknowledged: nobody is about to say more."""
         eventually(
-            lambda: self._broker.llen("celery") == self._broker.hlen("unacked") == 0,
+            lambda: self.broker.waiting() == self.broker.unacknowledged() == 0,
             timeout=timeout,
             what="no message left",
         )
@@ -299,7 +314,7 @@ class Stage:
         """Assert that an attempt's outcome, and nothing else, became the job's: three witnesses."""
         job = self.wait_settled(job_id)
         attempts = self.attempts(job_id)
-        assert job["state"] == "succeeded", job
+        assert job["state"] == "succeeded", (job, attempts)
         assert job["accepted_attempt"] == token, (job, attempts)
         accepted = [a["fencing_token"] for a in attempts if a["state"] == "completed"]
         assert accepted == [token], attempts
@@ -315,7 +330,7 @@ class Stage:
         """Close every connection of this process."""
         self._published.close()
         self._backend.close()
-        self._broker.close()
+        self.broker.close()
         self._engine.dispose()
         # Else a result that is collected later asks for a server that is gone, for half a minute.
         consumer = self.app.backend.result_consumer

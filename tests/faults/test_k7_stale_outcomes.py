@@ -36,7 +36,13 @@ OWN_COLUMNS = {
     "traceback",
 }
 #: what the current attempt's renewals write meanwhile
-RENEWED_COLUMNS = {"state", "lease_expires_at", "last_renewed_at", "renewal_count"}
+RENEWED_COLUMNS = {
+    "state",
+    "lease_expires_at",
+    "last_renewed_at",
+    "renewal_count",
+    "acknowledged_at",
+}
 
 
 @pytest.mark.parametrize("current", ["running", "finished"])
@@ -144,7 +150,7 @@ def assert_only_own_rows(before: Any, after: Any, ids: set[str]) -> None:
                 assert not changed, (table, changed, old, new)
 
 
-# --- only its way to the store is cut -----------------------------------------------------------
+# --- only its way to the store is cut ---------------------------------------------------------
 
 
 @pytest.fixture
@@ -221,7 +227,7 @@ def test_an_attempt_that_comes_back_after_it_was_taken_over_is_rejected(
     assert stage.ledger.read("errback") == []
 
 
-# --- reapers --------------------------------------------------------------------------------------
+# --- reapers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql", "mariadb"])
