@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
+from types import FrameType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -21,15 +22,22 @@ logger = logging.getLogger(__name__)
 REDIS_SECONDS = 0.5
 
 
-def end_intake(consumer: Any) -> None:
+#: Whose code must not be entered again while it is half way through: it shares one buffer for all
+#: that it writes.
+_TRANSPORTS = ("amqp.", "redis.", "kombu.transport.", "vine.")
+
+
+def end_intake(consumer: Any, frame: FrameType | None = None) -> None:
     """Have the broker give nothing more to a worker; called in signal handlers, never raises.
 
     Args:
         consumer: Celery's, None for none. Other transports than Redis and AMQP are left to Celery.
+        frame: where the signal has struck. In the middle of the transport's own code nothing is
+            done, and the messages of that moment come back when the worker ends.
     """
     try:
         tasks = getattr(consumer, "task_consumer", None)
-        if tasks is None:
+        if tasks is None or _is_in_transport(frame):
             return
         kind = consumer.connection.transport.driver_type
         if kind == "redis":
@@ -41,6 +49,14 @@ def end_intake(consumer: Any) -> None:
                 tasks.channel.basic_cancel(tag, nowait=True)
     except Exception as error:  # noqa: BLE001  the worker stops all the same, only later
         logger.debug("lease.intake.unended problem=%r", error)
+
+
+def _is_in_transport(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(_TRANSPORTS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end_redis_wait(channel: Any) -> None:

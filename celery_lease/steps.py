@@ -203,7 +203,7 @@ def watch_signals(flag: StopFlag, consumer: Any) -> None:
 def _raising(flag: StopFlag, consumer: Any, before: Callable[..., Any]) -> Callable[..., Any]:
     def handle(signum: int, frame: Any) -> Any:
         flag.set()
-        end_intake(consumer)
+        end_intake(consumer, frame)
         return before(signum, frame)
 
     handle.raises_lease_flag = True  # type: ignore[attr-defined]

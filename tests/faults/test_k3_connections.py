@@ -67,6 +67,18 @@ def assert_each_serves(stage: Stage, workers: list[CeleryWorker]) -> None:
     eventually(all_have, timeout=30, what=lambda: f"only {serving} took anything")
 
 
+def living(workers: list[CeleryWorker]) -> list[CeleryWorker]:
+    """Return the workers that go on.
+
+    kombu 5.7 cannot put a reserved message back when Redis is gone, and that ends the worker, once
+    its bodies have ended: a supervisor's business, and no job's.
+    """
+    ended = [one for one in workers if "Unrecoverable error" in one.log()]
+    for one in ended:
+        assert "'NoneType' object has no attribute 'hostname'" in one.log()
+    return [one for one in workers if one not in ended]
+
+
 @pytest.mark.parametrize("cancels", [False, True], ids=["goes on", "cancels"])
 def test_connections_that_are_killed_give_a_body_no_second_run(
     cancels: Any, broker: Broker, make_stage: Callable[..., Stage]
@@ -135,6 +147,7 @@ def test_a_broker_that_is_away_for_three_leases_costs_no_lease(
         timeout=5 * LEASE,
     )
     server.start()
+    workers = living(workers) or [stage.worker(concurrency=2)]
     stage.ledger.open_gate("go")
 
     for one in (*running, *queued):

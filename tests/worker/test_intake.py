@@ -85,3 +85,26 @@ def test_it_never_raises(harm: str, redis_url: str) -> None:
             consumer.task_consumer = None
 
         end_intake(None if harm == "no consumer" else consumer)
+
+
+@pytest.mark.parametrize("module", ["amqp.transport", "redis.connection", "kombu.transport.redis"])
+def test_a_transport_that_is_half_way_through_is_not_entered_again(
+    module: str, amqp_url: str
+) -> None:
+    """What it was writing would be mixed up with what we have it write."""
+    taken: list[Any] = []
+    inside: dict[str, Any] = {"__name__": module}
+    exec("import sys\ndef frame(): return sys._getframe()", inside)  # noqa: S102  a module's frame
+
+    with consuming(amqp_url, taken) as consumer:
+        end_intake(consumer, inside["frame"]())
+
+        assert consumer.task_consumer._active_tags
+        publish(amqp_url, "next")
+        eventually(lambda: drained(consumer, taken))
+
+
+def drained(consumer: Any, taken: list[Any]) -> bool:
+    with suppress(socket.timeout):
+        consumer.connection.drain_events(timeout=0.1)
+    return taken == ["next"]
