@@ -25,6 +25,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from celery import signals
+from celery._state import get_current_task
 from celery.app.task import Context
 from celery.utils import uuid
 from celery.utils.time import maybe_iso8601
@@ -57,12 +58,17 @@ VERSION_HEADER = "lease_message"
 RECORDED_HEADER = "lease_recorded"
 DISPATCH_HEADER = "lease_dispatch"
 REPLAY_MARK = "replay"
+#: Where a task's request keeps which outcome is settled when Celery has told it.
+SETTLES_MARK = "_lease_settles"
 _OWN_HEADERS = (VERSION_HEADER, RECORDED_HEADER, DISPATCH_HEADER)
 
 #: How long the last task of a replacing canvas waits for the end of the attempt it replaces,
 #: which is being written at that moment, and how often it looks.
 REPLACED_SECONDS = 10.0
 REPLACED_POLL_SECONDS = 0.05
+
+#: How often a message that follows a job asks for a store that is away.
+CLOSING_POLL_SECONDS = 0.5
 
 #: Content types that decode to plain data. Pickle is not among them, whatever the app accepts.
 PLAIN_CONTENT = frozenset(
@@ -188,13 +194,34 @@ class RecordingProducer:
         headers[VERSION_HEADER] = version
         headers[RECORDED_HEADER] = True
         message, options = self._encode(frozen, version, headers, options)
-        if not self._record(message, headers, options, resend):
+        if not self._recorded(headers, lambda: self._record(message, headers, options, resend)):
             return None
-        headers[DISPATCH_HEADER] = dispatch_key(
-            headers["id"], message.version, self._dispatch_count or 1
-        )
+        if headers.get(RECORDED_HEADER):
+            headers[DISPATCH_HEADER] = dispatch_key(
+                headers["id"], message.version, self._dispatch_count or 1
+            )
         headers[VERSION_HEADER] = message.version
         return self._send(message, headers, options)
+
+    def _recorded(self, headers: dict[str, Any], record: Callable[[], bool]) -> bool:
+        """Record a message; one that cannot be refused may leave unrecorded in the end.
+
+        What Celery sends as it closes a job's books is such a one: a chord whose body could not be
+        sent counts as failed, and no replay sends it again. It is waited for, as a claim is; then
+        it goes out as a message from a stranger does, and is recorded at its claim.
+        """
+        until = time.monotonic() + self._settings.claim_timeout
+        while True:
+            try:
+                return record()
+            except StoreUnavailable as error:
+                if not _is_closing_books(headers["id"]):
+                    raise
+                events.emit(events.STORE_UNAVAILABLE, worker=self._submitter, reason=str(error))
+            if time.monotonic() >= until:
+                del headers[RECORDED_HEADER]
+                return True
+            time.sleep(CLOSING_POLL_SECONDS)
 
     def _version_after_replaced(self, job_id: str) -> int:
         """Return the message version of the task of a replacing canvas that has the job's id.
@@ -347,6 +374,9 @@ class RecordingProducer:
             events.emit(
                 events.PUBLISH_FAILED, job_id=job_id, worker=self._submitter, reason=str(error)
             )
+            if not headers.get(RECORDED_HEADER):
+                # Nobody would send it again.
+                raise
             self._give_back(job_id, message.version)
             if self._settings.publish_on_error is PublishOnError.RAISE and _resend.get() is None:
                 raise
@@ -360,6 +390,13 @@ class RecordingProducer:
         except StoreUnavailable as error:
             # Then it counts as dispatched, and is sent again after lease_queued_timeout.
             events.emit(events.STORE_UNAVAILABLE, worker=self._submitter, reason=str(error))
+
+
+def _is_closing_books(job_id: str) -> bool:
+    """Tell whether a leased job of this worker has ended, and Celery sends what follows it."""
+    task = get_current_task()
+    request = None if task is None else task.request_stack.top
+    return request is not None and request.id != job_id and SETTLES_MARK in request.__dict__
 
 
 def freeze_callbacks(body: Any) -> Any:

@@ -35,6 +35,7 @@ from celery_lease.backoff import UNCOUNTED_ENDS
 from celery_lease.dispatch import (
     DISPATCH_HEADER,
     RECORDED_HEADER,
+    SETTLES_MARK,
     VERSION_HEADER,
     Resend,
     adopted_job,
@@ -82,9 +83,8 @@ REQUEUE_SECONDS = 1.0
 STOPPING_SECONDS = 0.2
 #: The pool counts the hard time limit from a moment before the delivery reached ``__call__``.
 LIMIT_SLACK_SECONDS = 0.5
-#: Where a request keeps which ``__call__`` its delivery is in, and what is to be settled.
+#: Where a request keeps which ``__call__`` its delivery is in.
 _ENTERED = "_lease_entered"
-_SETTLES = "_lease_settles"
 #: Where it keeps that the message of a retry leaves when Celery has stored the RETRY.
 _PUT_OFF = "_lease_put_off"
 
@@ -412,7 +412,7 @@ class _Delivery:
 
     def settle_after(self, fencing_token: int, finished_at: Any) -> None:
         """Settle this outcome once Celery has stored it and sent its callbacks."""
-        self._request.__dict__[_SETTLES] = (self._request.id, fencing_token, finished_at)
+        self._request.__dict__[SETTLES_MARK] = (self._request.id, fencing_token, finished_at)
 
 
 class _Attempt:
@@ -782,7 +782,7 @@ def _settle(sender: Any = None, **_: Any) -> None:
     """Settle an outcome that Celery has stored, with its callbacks sent."""
     if not is_leased(sender):
         return
-    outcome = sender.request.__dict__.pop(_SETTLES, None)
+    outcome = sender.request.__dict__.pop(SETTLES_MARK, None)
     if outcome is not None:
         extension_of(sender.app).runtime.settle_later(outcome)
 

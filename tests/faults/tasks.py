@@ -41,6 +41,7 @@ def make_app(conf: Mapping[str, Any], folder: Path) -> Celery:
         conf: Celery's settings and ours. ``faults_kill_at`` (an event of ours, or the name of a
             Celery signal) has the first process that comes there kill its whole group;
             ``faults_kill_child_at`` has the first ``faults_kills`` (1) kill themselves alone.
+            ``faults_wait_at`` has the first process that comes there wait at the gate "harm done".
             ``faults_busy_parent`` has a thread in a worker's main process that always holds a lock;
             ``faults_store_before_fork`` has the store used at import and before the pool forks.
         folder: of the ledger.
@@ -139,11 +140,19 @@ def _harm(app: Celery, conf: Mapping[str, Any], ledger: Ledger) -> None:
     if "faults_kill_child_at" in conf:
         kills = conf.get("faults_kills", 1)
         _kill_at(conf["faults_kill_child_at"], lambda: _kill_child(ledger, kills))
+    if "faults_wait_at" in conf:
+        _kill_at(conf["faults_wait_at"], lambda: _wait_once(ledger))
     if "faults_busy_parent" in conf:
         signals.worker_init.connect(_log_for_ever, weak=False)
     if "faults_store_before_fork" in conf:
         _use_store(app)
         signals.worker_init.connect(lambda **_: _use_store(app), weak=False)
+
+
+def _wait_once(ledger: Ledger) -> None:
+    if ledger.is_first("there"):
+        ledger.write("there")
+        ledger.wait_at("harm done")
 
 
 def _log_for_ever(**_: Any) -> None:

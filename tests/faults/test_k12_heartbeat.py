@@ -386,7 +386,8 @@ def test_a_broker_that_is_away_for_three_leases_costs_a_thread_no_lease(
         assert stage.job(one)["lost_count"] == 0
     for _ in range(4):
         stage.assert_accepted_once(stage.send({}).id, 1)
-    assert all(one.is_running for one in workers)
+    for worker in workers:
+        assert worker.is_running, worker.log()[-6000:]
 
 
 # --- clocks -------------------------------------------------------------------------------------

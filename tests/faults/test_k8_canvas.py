@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 from celery import chord
 
 from tests.faults.stage import Stage
+from tests.support.proxy import Proxy
+from tests.support.waiting import eventually
 
 
 def test_a_chord_whose_member_died_waits_for_its_next_attempt(
@@ -55,3 +59,35 @@ def test_a_chord_whose_member_is_given_up_takes_its_error_path_once(
     # A pass later nothing has been said twice.
     stage.run_pass()
     assert [one["job"] for one in stage.ledger.read("errback")] == [body.id]
+
+
+@pytest.mark.parametrize("patience", ["enough", "too little"])
+def test_a_chord_whose_body_is_sent_while_the_store_is_away_runs_its_body(
+    patience: str,
+    make_stage: Callable[..., Stage],
+    start_proxy: Callable[[int], Proxy],
+    postgresql: Any,
+    postgresql_url: str,
+) -> None:
+    """Celery would take it for failed, and no replay of a part would send it again."""
+    proxy = start_proxy(postgresql.port)
+    stage = make_stage(
+        store_url=postgresql_url,
+        worker_settings={"lease_store_url": proxy.url(postgresql_url)},
+        faults_wait_at="lease.outcome.accepted",
+        lease_claim_timeout=30.0 if patience == "enough" else 1.0,
+    )
+    stage.worker(concurrency=1)
+    joined = chord([stage.signature({})], stage.signature({}, name="body")).apply_async()
+    eventually(lambda: stage.ledger.read("there"), timeout=30)
+
+    proxy.cut()
+    stage.ledger.open_gate("harm done")
+    if patience == "too little":
+        # Nobody has recorded it, and it is on the broker.
+        eventually(lambda: stage.broker.waiting() + stage.broker.unacknowledged() > 0, timeout=30)
+    proxy.heal()
+
+    eventually(lambda: stage.rows("job", "id = :id", id=joined.id), timeout=30)
+    stage.assert_accepted_once(joined.id, 1)
+    assert len(stage.ledger.read("begin", job=joined.id)) == 1
