@@ -127,6 +127,10 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
             error = error.exc
         if not return_ok and self._is_child_gone(error):
             return self._on_gone(error)
+        if not return_ok and isinstance(error, SystemExit | KeyboardInterrupt):
+            # The signal that ended the child was ours. The message stays unacknowledged and is
+            # delivered again, as Celery has it since 5.6; in 5.5 it was a FAILURE.
+            return task_ready(self)
         if isinstance(error, MemoryError | TimeLimitExceeded | WorkerLostError):
             exc_info = copy.copy(exc_info)
             exc_info.exception = _Told(error)
@@ -169,8 +173,7 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
     def _is_child_gone(self, error: BaseException) -> bool:
         """Tell the end of a child from an exception that a body raised and a child sent."""
         if isinstance(error, SystemExit | KeyboardInterrupt):
-            # billiard 4.3 reports the exit of a child before it ends. One that was cancelled is
-            # left unacknowledged, as Celery has it.
+            # billiard 4.3 reports the exit of a child before it ends.
             return not (self._already_cancelled or self._already_revoked)
         return isinstance(error, WorkerLostError | TimeLimitExceeded)
 
