@@ -249,7 +249,7 @@ def test_a_fail_over_to_a_synchronous_standby_loses_nothing(
 # --- connections ----------------------------------------------------------------------------------
 
 
-@counts(50, 200)
+@counts(20, 200)
 def test_connections_opened_before_the_fork_are_used_by_no_child(
     count: int, own_server: Callable[..., Any], make_stage: Callable[..., Stage]
 ) -> None:
@@ -374,7 +374,7 @@ def test_eight_processes_that_renew_all_the_time_fail_no_job(
         assert trouble not in worker.log(), worker.log()
 
 
-@counts(200, 500)
+@counts(100, 500)
 def test_four_processes_on_one_sqlite_file_meet_no_error(
     count: int, make_stage: Callable[..., Stage]
 ) -> None:

@@ -456,7 +456,7 @@ def test_a_child_that_dies_after_the_commit_has_its_outcome_told_at_once(
 # --- recycled children ----------------------------------------------------------------------------
 
 
-@counts(200, 1000)
+@counts(40, 1000)
 def test_a_child_for_each_job_is_no_loss(count: int, make_stage: Callable[..., Stage]) -> None:
     """B054: ``worker_max_tasks_per_child`` = 1."""
     stage = make_stage(worker_max_tasks_per_child=1, lease_duration=60.0)
