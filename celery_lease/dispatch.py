@@ -31,23 +31,32 @@ from celery.utils import uuid
 from celery.utils.time import maybe_iso8601
 from kombu import Exchange, serialization
 from kombu.compression import compress, decompress
+from kombu.serialization import prepare_accept_content
 from kombu.utils import json as kombu_json
 
 from celery_lease import events, exceptions
-from celery_lease.exceptions import PayloadTooLarge, StaleWrite, StoreUnavailable
+from celery_lease.exceptions import (
+    IdempotencyConflict,
+    PayloadTooLarge,
+    SettingError,
+    StaleWrite,
+    StoreUnavailable,
+)
+from celery_lease.keys import Underivable, bound_arguments, checked_key, derived_key, digest_of
 from celery_lease.lease import Lease
 from celery_lease.reaper import PublishFailed
 from celery_lease.records import (
     Accepted,
     Dispatchable,
     Failure,
+    IdempotencyKey,
     Late,
     Message,
     NewJob,
     Outcome,
 )
 from celery_lease.runtime import Runtime
-from celery_lease.settings import PublishOnError, Settings, TaskSettings
+from celery_lease.settings import OnKeyConflict, PublishOnError, Settings, TaskSettings
 from celery_lease.states import JobState, LateOutcome
 from celery_lease.store import queries, transitions
 from celery_lease.store.engine import Store
@@ -57,6 +66,8 @@ logger = logging.getLogger(__name__)
 VERSION_HEADER = "lease_message"
 RECORDED_HEADER = "lease_recorded"
 DISPATCH_HEADER = "lease_dispatch"
+#: Also set by callers in other languages.
+KEY_HEADER = "lease_idempotency_key"
 REPLAY_MARK = "replay"
 #: Where a task's request keeps which outcome is settled when Celery has told it.
 SETTLES_MARK = "_lease_settles"
@@ -106,6 +117,7 @@ class Resend:
         kind: ``RETRIED`` or ``REPLACED``.
         failure: what made it retry.
         shielded: runs the transition with time-limit signals held back.
+        keeps_key: True when it stays the same task, and so keeps its idempotency key.
         error: why nothing was published, None when it was.
         is_put_off: True when the message is to leave only after Celery has stored the RETRY.
     """
@@ -115,6 +127,7 @@ class Resend:
     kind: LateOutcome
     failure: Failure = field(default_factory=Failure)
     shielded: Callable[[Callable[[], Any]], Any] = lambda call: call()
+    keeps_key: bool = True
     error: Exception | None = None
     is_put_off: bool = False
 
@@ -132,6 +145,31 @@ def resending(resend: Resend) -> Iterator[Resend]:
         _resend.reset(token)
 
 
+class JobExists(Exception):
+    """Raised through Celery's publishing when a key is held: nothing was recorded or sent."""
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        super().__init__(job_id)
+
+
+_may_exist: ContextVar[str | None] = ContextVar("celery_lease_may_exist", default=None)
+
+
+@contextmanager
+def may_exist(task_id: str) -> Iterator[None]:
+    """Have the publish of this id raise ``JobExists`` if its key is held.
+
+    Without it a job is recorded under its id all the same, and follows the holder of its key:
+    whoever publishes a part of a canvas cannot exchange the id that others wait for.
+    """
+    token = _may_exist.set(task_id)
+    try:
+        yield
+    finally:
+        _may_exist.reset(token)
+
+
 class RecordingProducer:
     """Records one task message in the store, then hands it to the real producer.
 
@@ -140,7 +178,7 @@ class RecordingProducer:
     Args:
         producer: the kombu producer.
         body: the body of the message to record; other messages are not touched.
-        task: the task's name.
+        task: the task.
         store: the store.
         settings: the app's settings.
         task_settings: the task's.
@@ -152,7 +190,7 @@ class RecordingProducer:
         producer: Any,
         *,
         body: object,
-        task: str,
+        task: Any,
         store: Store,
         settings: Settings,
         task_settings: TaskSettings,
@@ -160,7 +198,8 @@ class RecordingProducer:
     ) -> None:
         self._producer = producer
         self._body = body
-        self._task = task
+        self._leased_task = task
+        self._task = task.name
         self._store = store
         self._settings = settings
         self._task_settings = task_settings
@@ -177,6 +216,8 @@ class RecordingProducer:
             StoreUnavailable: nothing was recorded and nothing was sent.
             PayloadTooLarge: the serialised message is over ``lease_max_message_bytes``.
             StaleWrite: the lease of the runner that publishes itself again is lost.
+            IdempotencyConflict: its key is held by a job with other arguments.
+            JobExists: its key is held (``may_exist``).
         """
         if body is not self._body:
             return self._producer.publish(body, **options)
@@ -193,8 +234,12 @@ class RecordingProducer:
             version = self._version_after_replaced(headers["id"])
         headers[VERSION_HEADER] = version
         headers[RECORDED_HEADER] = True
+        # A retry, or a replacement, is the job that holds the key.
+        key = self._key(body, headers) if version == 1 else None
         message, options = self._encode(frozen, version, headers, options)
-        if not self._recorded(headers, lambda: self._record(message, headers, options, resend)):
+        if not self._recorded(
+            headers, lambda: self._record(message, headers, options, resend, key)
+        ):
             return None
         if headers.get(RECORDED_HEADER):
             headers[DISPATCH_HEADER] = dispatch_key(
@@ -202,6 +247,13 @@ class RecordingProducer:
             )
         headers[VERSION_HEADER] = message.version
         return self._send(message, headers, options)
+
+    def _key(self, body: Any, headers: dict[str, Any]) -> IdempotencyKey | None:
+        args, kwargs = body[:2]
+        key = key_of(self._leased_task, self._task_settings, headers, args, kwargs)
+        if key is not None:
+            headers[KEY_HEADER] = key.text
+        return key
 
     def _recorded(self, headers: dict[str, Any], record: Callable[[], bool]) -> bool:
         """Record a message; one that cannot be refused may leave unrecorded in the end.
@@ -285,6 +337,7 @@ class RecordingProducer:
         headers: dict[str, Any],
         options: dict[str, Any],
         resend: Resend | None,
+        key: IdempotencyKey | None,
     ) -> bool:
         """Make the message durable; True when it is to be sent."""
         if self._dispatch_count is not None:
@@ -305,6 +358,7 @@ class RecordingProducer:
                 priority=options.get("priority"),
                 dispatched=not put_off,
                 task=self._task,
+                keeps_key=resend is not None and resend.keeps_key,
             )
             self._dispatch_count = 1
             if resend is None:
@@ -326,8 +380,10 @@ class RecordingProducer:
             root_id=headers.get("root_id"),
             parent_id=headers.get("parent_id"),
             group_id=headers.get("group"),
+            key=key,
+            follows=headers["id"] != _may_exist.get(),
         )
-        if not transitions.submit(self._store, job):
+        if not self._submit(job):
             # A job with this id exists, in whatever state: it is that job, and to run it
             # again is ``resume`` (design, section 9). A chain whose step was sent twice in a
             # crash window ends here, too.
@@ -335,6 +391,16 @@ class RecordingProducer:
         self._dispatch_count = 1
         events.emit(events.JOB_SUBMITTED, job_id=job.job_id, task=self._task)
         return True
+
+    def _submit(self, job: NewJob) -> bool:
+        if job.key is None:
+            return transitions.submit(self._store, job)
+        existing = transitions.submit_keyed(self._store, job)
+        if existing is None or existing.job_id == job.job_id:
+            return existing is None
+        if not existing.same_arguments:
+            raise IdempotencyConflict(job.task, job.key.text, existing.job_id)
+        raise JobExists(existing.job_id)
 
     def _record_again(self, again: transitions.Again, resend: Resend) -> None:
         """End the attempt by the new version of its own job."""
@@ -390,6 +456,50 @@ class RecordingProducer:
         except StoreUnavailable as error:
             # Then it counts as dispatched, and is sent again after lease_queued_timeout.
             events.emit(events.STORE_UNAVAILABLE, worker=self._submitter, reason=str(error))
+
+
+def key_of(
+    task: Any,
+    task_settings: TaskSettings,
+    headers: Mapping[str, Any],
+    args: Any,
+    kwargs: Any,
+) -> IdempotencyKey | None:
+    """Return the idempotency key of a call: what its header says, else what its task makes of it.
+
+    Raises:
+        SettingError: the task's template cannot be filled from the call's arguments.
+        TypeError: the key that was given is no text.
+        ValueError: it is empty, or the arguments cannot be serialised.
+    """
+    given, rule = headers.get(KEY_HEADER), task_settings.idempotency_key
+    if given is None and rule is False:
+        return None
+    arguments = bound_arguments(task.run, args, kwargs)
+    digest = digest_of(canonical(arguments, task.serializer))
+    try:
+        text = derived_key(arguments, digest, rule=rule) if given is None else checked_key(given)
+    except Underivable as error:
+        raise SettingError([f"task {task.name}: lease_idempotency_key: {error}"]) from error
+    if text is None:
+        return None
+    is_compared = task_settings.idempotency_conflict is OnKeyConflict.RAISE
+    return IdempotencyKey(
+        text=text,
+        arguments_digest=digest if is_compared else None,
+        retention_seconds=task_settings.idempotency_retention_seconds,
+    )
+
+
+def canonical(arguments: Mapping[str, Any], serializer: str | None) -> bytes:
+    """Return arguments as bytes: the same for equal ones, whatever the order of their names."""
+    ordered = dict(sorted(arguments.items()))
+    try:
+        return str(kombu_json.dumps(ordered, sort_keys=True)).encode()
+    except (TypeError, ValueError):
+        # JSON cannot say it, or has no order for the keys of a dictionary in it.
+        payload = serialization.dumps(ordered, serializer)[2]
+        return str(payload).encode() if isinstance(payload, str) else bytes(payload)
 
 
 def _is_closing_books(job_id: str) -> bool:
@@ -530,6 +640,8 @@ def adopted_job(app: Any, task: Any, request: Any, *, task_settings: TaskSetting
         root_id=request.root_id,
         parent_id=request.parent_id,
         group_id=request.group,
+        key=key_of(task, task_settings, headers, request.args or (), request.kwargs or {}),
+        follows=True,
     )
 
 
@@ -592,13 +704,15 @@ class BrokerPublisher:
         """Tell Celery an end that no body returned: result backend, errbacks, chord.
 
         Returns:
-            False when the message's body is not plain data: only a worker may decode it.
+            False when the message's body, or what its chord has stored, may be other than plain
+            data: only a worker may decode it.
 
         Raises:
             PublishFailed: the result backend or the broker did not take it.
         """
         request = plain_request(message)
-        if request is None:
+        if request is None or (request.chord and self._accepts_pickle()):
+            # The last part of a chord reads what the others have stored.
             return False
         backend = self._backend(request)
         error = ending_error(outcome, task=request.task)
@@ -622,6 +736,11 @@ class BrokerPublisher:
     def _backend(self, request: Any) -> Any:
         task = self._app.tasks.get(request.task)
         return self._app.backend if task is None else task.backend
+
+    def _accepts_pickle(self) -> bool:
+        conf = self._app.conf
+        accepted = prepare_accept_content(conf.result_accept_content or conf.accept_content)
+        return not accepted <= PLAIN_CONTENT
 
     def _signal_failure(self, request: Any, error: Exception) -> None:
         """Send ``task_failure``, as Celery does in the main process for a lost child."""

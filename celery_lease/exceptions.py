@@ -143,6 +143,29 @@ class JobNotFound(LeaseError):
         return f"no job {self.job_id} in the lease store"
 
 
+class IdempotencyConflict(LeaseError):
+    """Raised when a call uses an idempotency key that a call with other arguments holds.
+
+    Args:
+        task: the task's name.
+        key: the key.
+        job_id: the job that holds it.
+    """
+
+    def __init__(self, task: str, key: str, job_id: str) -> None:
+        self.task = task
+        self.key = key
+        self.job_id = job_id
+        super().__init__(task, key, job_id)
+
+    def __str__(self) -> str:
+        return (
+            f"the idempotency key {self.key!r} of task {self.task} is held by job {self.job_id}, "
+            "which was given other arguments: use another key, "
+            "or set lease_idempotency_conflict to 'existing'"
+        )
+
+
 class StaleWrite(LeaseError):
     """Raised when an attempt that no longer holds the lease tries to change its job.
 

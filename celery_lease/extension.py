@@ -24,7 +24,7 @@ from celery.utils.imports import symbol_by_name
 from celery_lease import endings, periodic, steps, worker
 from celery_lease.celery_events import EventStream
 from celery_lease.claims import PATH_VARIABLE, ClaimTeller, LocalTeller, Teller
-from celery_lease.dispatch import BrokerPublisher, RecordingProducer
+from celery_lease.dispatch import KEY_HEADER, BrokerPublisher, RecordingProducer
 from celery_lease.exceptions import SettingError
 from celery_lease.owners import OwnerFolder
 from celery_lease.reaper import PassResult, Reaper
@@ -235,7 +235,7 @@ class Extension:
         return RecordingProducer(
             producer,
             body=body,
-            task=name,
+            task=task,
             store=self.store,
             settings=self.settings,
             task_settings=self.settings_for(task),
@@ -343,6 +343,9 @@ class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
         def send_task_message(producer: Any, name: str, message: Any, **options: Any) -> Any:
             body = message.body
             if extension.is_leased(name) and isinstance(body, tuple):
+                key = options.pop("idempotency_key", None)
+                if key is not None:
+                    message.headers[KEY_HEADER] = key
                 producer = extension.recording(producer, name, body)
             return send(producer, name, message, **options)
 

@@ -39,6 +39,21 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class IdempotencyKey:
+    """The key under which a job is submitted.
+
+    Attributes:
+        text: the key; one job of a task holds it at a time.
+        arguments_digest: what the call's arguments are known by, None to compare none.
+        retention_seconds: how long a succeeded job holds it, None for as long as its row is kept.
+    """
+
+    text: str
+    arguments_digest: str | None = None
+    retention_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NewJob:
     """What ``submit`` and ``adopt`` write.
 
@@ -58,6 +73,9 @@ class NewJob:
         parent_id: Celery's parent id.
         group_id: Celery's group id.
         dispatched: True when the caller publishes the message right after the commit.
+        key: its idempotency key, None without one.
+        follows: True when its id is known to others already (a canvas, an adopted message): if
+            its key is held it is recorded all the same, and ends as the job that holds it.
     """
 
     job_id: str
@@ -75,6 +93,21 @@ class NewJob:
     parent_id: str | None = None
     group_id: str | None = None
     dispatched: bool = True
+    key: IdempotencyKey | None = None
+    follows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """The job that a submit found instead of a place for its own.
+
+    Attributes:
+        job_id: that job; the submitted id, when it is the id that exists.
+        same_arguments: False when it holds the submitted key with other arguments.
+    """
+
+    job_id: str
+    same_arguments: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from celery_lease.exceptions import SettingError
+from celery_lease.keys import template_problem
 from celery_lease.states import OnExpiry
 
 _PREFIX = "lease_"
@@ -64,6 +65,15 @@ class PublishOnError(str, Enum):
 
     STORE = "store"
     RAISE = "raise"
+
+    __str__ = str.__str__
+
+
+class OnKeyConflict(str, Enum):
+    """What a call gets whose key is held with other arguments (``lease_idempotency_conflict``)."""
+
+    RAISE = "raise"
+    EXISTING = "existing"
 
     __str__ = str.__str__
 
@@ -146,6 +156,9 @@ class Settings:
     claim_timeout: float
     max_message_bytes: int
     max_result_bytes: int
+    idempotency_key: bool | str
+    idempotency_retention: float | None
+    idempotency_conflict: OnKeyConflict
     keep_succeeded: float | None
     keep_failed: float | None
 
@@ -171,6 +184,9 @@ class TaskSettings:
     on_expiry: OnExpiry
     interrupt: bool
     stall_timeout_seconds: float | None = None
+    idempotency_key: bool | str = False
+    idempotency_retention_seconds: float | None = _DAY
+    idempotency_conflict: OnKeyConflict = OnKeyConflict.RAISE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +244,9 @@ def for_task(settings: Settings, attributes: Mapping[str, object], *, task: str)
         return getattr(settings, _BY_NAME[name].field) if value is None else value
 
     values, problems = _read([s for s in SETTINGS if s.is_task_option], get)
-    problems = unknown_options(attributes) + problems + list(_heartbeat_conflict(values))
+    together = values | {"lease_keep_succeeded": settings.keep_succeeded}
+    problems = unknown_options(attributes) + problems
+    problems += [*_heartbeat_conflict(values), *_key_conflict(together)]
     if problems:
         raise SettingError([f"task {task}: {problem}" for problem in problems])
     return TaskSettings(
@@ -242,6 +260,9 @@ def for_task(settings: Settings, attributes: Mapping[str, object], *, task: str)
         on_expiry=values["lease_on_expiry"],
         interrupt=values["lease_interrupt"],
         stall_timeout_seconds=values["lease_stall_timeout"],
+        idempotency_key=values["lease_idempotency_key"],
+        idempotency_retention_seconds=values["lease_idempotency_retention"],
+        idempotency_conflict=values["lease_idempotency_conflict"],
     )
 
 
@@ -343,6 +364,7 @@ def _conflicts(values: Mapping[str, Any], visibility_timeout: float | None) -> I
     yield from _heartbeat_conflict(values)
     yield from _schema_conflict(values)
     yield from _reaper_conflicts(values)
+    yield from _key_conflict(values)
     for name in ("lease_keep_succeeded", "lease_keep_failed"):
         kept = values.get(name)
         if kept is not None and visibility_timeout is not None and kept < visibility_timeout:
@@ -361,6 +383,17 @@ def _heartbeat_conflict(values: Mapping[str, Any]) -> Iterator[str]:
             f"lease_heartbeat_interval is {interval} and lease_duration is {duration}: renewals "
             f"must come more than twice a lease; set lease_heartbeat_interval below {duration / 2}"
             f" or lease_duration above {interval * 2}"
+        )
+
+
+def _key_conflict(values: Mapping[str, Any]) -> Iterator[str]:
+    # The row is what holds the key.
+    held, kept = values.get("lease_idempotency_retention"), values.get("lease_keep_succeeded")
+    if held is not None and kept is not None and held > kept:
+        yield (
+            f"lease_idempotency_retention is {held} and lease_keep_succeeded is {kept}: a key is "
+            "held no longer than its job is kept; lower the first, raise the second, "
+            "or set lease_idempotency_retention to None, for as long as the job is kept"
         )
 
 
@@ -534,6 +567,20 @@ def _check_engine_options(value: object) -> str | None:
     return None if is_options else "a mapping of sqlalchemy.create_engine's arguments"
 
 
+def _check_held(value: object) -> str | None:
+    if value is None or (_is_number(value) and 0 <= value <= _LONGEST_SECONDS):
+        return None
+    return f"a number of seconds, from 0 to {_LONGEST_SECONDS:.0f}, or None"
+
+
+def _check_key_rule(value: object) -> str | None:
+    if isinstance(value, bool):
+        return None
+    problem = template_problem(value) if isinstance(value, str) else "it is neither"
+    wanted = "True, False or a template such as 'order-{order_id}'"
+    return None if problem is None else f"{wanted}: {problem}"
+
+
 def _check_backoff(value: object) -> str | None:
     is_schedule = (
         isinstance(value, list | tuple)
@@ -557,6 +604,13 @@ _BACKOFF = Kind(
     "list or tuple of numbers, the first 0",
     _check_backoff,
     lambda value: tuple(float(delay) for delay in value),
+)
+_KEY_RULE = Kind("", "bool or str", _check_key_rule)
+_HELD = Kind(
+    "seconds",
+    "float or int, or None",
+    _check_held,
+    lambda value: None if value is None else float(value),
 )
 _DURATION = _seconds()
 _RETENTION = _seconds(at_least=_SHORTEST_RETENTION, is_optional=True)
@@ -764,6 +818,32 @@ SETTINGS: tuple[Setting, ...] = (
         kind=_BYTES,
         summary="The largest result recorded: more returns larger results and makes the store "
         "grow.",
+    ),
+    Setting(
+        name="lease_idempotency_key",
+        default=False,
+        kind=_KEY_RULE,
+        summary="Whether each call of a task has an idempotency key, so that it is submitted once: "
+        "True makes it of the arguments, a template such as 'order-{order_id}' of those it names; "
+        "False leaves it to the call, so that equal calls are different jobs.",
+        is_task_option=True,
+    ),
+    Setting(
+        name="lease_idempotency_retention",
+        default=_DAY,
+        kind=_HELD,
+        summary="How long after success a job holds its idempotency key, 0 only until it is final, "
+        "None for as long as it is kept: longer refuses a later repetition, shorter allows the "
+        "same call again sooner.",
+        is_task_option=True,
+    ),
+    Setting(
+        name="lease_idempotency_conflict",
+        default=OnKeyConflict.RAISE,
+        kind=_choice(OnKeyConflict),
+        summary="What a call gets whose idempotency key is held with other arguments: 'raise' "
+        "shows the mistake, 'existing' gives the existing job whatever its arguments were.",
+        is_task_option=True,
     ),
     Setting(
         name="lease_keep_succeeded",

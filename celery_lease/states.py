@@ -125,6 +125,8 @@ class Refusal(str, Enum):
     """The message says it was recorded, yet there is no row: it was removed after its retention."""
     POLICY = "policy"
     """The lease had ended, and the policy for vanished runners does not give the job on now."""
+    KEY_HELD = "key_held"
+    """Another job holds its idempotency key: it waits for that one's end."""
     BUSY = "busy"
     """Its row stayed locked for as long as a delivery waits."""
 

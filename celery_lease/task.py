@@ -27,25 +27,31 @@ from typing import Any, ClassVar
 
 from billiard.exceptions import TimeLimitExceeded
 from celery import Task, signals
+from celery.app.trace import task_has_custom
 from celery.exceptions import Ignore, Reject, Retry
+from celery.utils import uuid
 from kombu import serialization
 
 from celery_lease import events, interrupt
 from celery_lease.backoff import UNCOUNTED_ENDS
 from celery_lease.dispatch import (
     DISPATCH_HEADER,
+    KEY_HEADER,
     RECORDED_HEADER,
     SETTLES_MARK,
     VERSION_HEADER,
+    JobExists,
     Resend,
     adopted_job,
     ending_error,
     is_replay,
+    may_exist,
     resending,
 )
 from celery_lease.exceptions import (
     BodyAborted,
     HandOver,
+    IdempotencyConflict,
     LeaseLost,
     PayloadTooLarge,
     ResultNotSerialisable,
@@ -55,6 +61,7 @@ from celery_lease.exceptions import (
     StoreUnavailable,
 )
 from celery_lease.extension import Extension, check_options, extension_of, install, is_leased
+from celery_lease.keys import template_problem, unknown_fields
 from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
 from celery_lease.outcomes import failure_of, type_name
 from celery_lease.reaper import report_vanished
@@ -124,6 +131,9 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
     lease_on_expiry: ClassVar[str | None] = None
     lease_interrupt: ClassVar[bool | None] = None
     lease_stall_timeout: ClassVar[float | None] = None
+    lease_idempotency_key: ClassVar[bool | str | None] = None
+    lease_idempotency_retention: ClassVar[float | None] = None
+    lease_idempotency_conflict: ClassVar[str | None] = None
 
     _lease_protocol = True
 
@@ -144,7 +154,7 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
             SettingError: the task has a ``lease_…`` option that is not one.
         """
         bound = super().bind(app)
-        problems = check_options(cls)
+        problems = check_options(cls) + _template_problems(cls)
         if problems:
             raise SettingError([f"task {cls.name}: {problem}" for problem in problems])
         # An option, a setting or an annotation may have said otherwise: the claim needs a
@@ -161,17 +171,54 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         """Record the job and publish its message; see ``celery.Task.apply_async``.
 
+        With an idempotency key (``idempotency_key="…"``, 1 character or more, or made by
+        ``lease_idempotency_key``) that a job of this task holds, nothing is sent.
+
+        Returns:
+            The ``AsyncResult`` of the job: of the existing one, if it holds the key. With a
+            ``task_id``, as in a canvas, always of that id; a job under a held key then ends as
+            the one that holds it.
+
         Raises:
             StoreUnavailable: nothing was recorded and nothing was sent.
             PayloadTooLarge: the message is over ``lease_max_message_bytes``.
             SettingError: a ``lease_…`` option was given, which a call does not take.
+            IdempotencyConflict: the key is held by a job with other arguments.
         """
         wrong = sorted(name for name in options if name.startswith("lease_"))
         if wrong:
             raise SettingError(
                 [f"apply_async() of {self.name} got {n}: set it on the task" for n in wrong]
             )
-        return super().apply_async(args, kwargs, **options)
+        if not self._has_key(options):
+            return super().apply_async(args, kwargs, **options)
+        # Made here, so that this very publish is recognised.
+        options["task_id"] = str(uuid())
+        try:
+            with may_exist(options["task_id"]):
+                return super().apply_async(args, kwargs, **options)
+        except JobExists as existing:
+            self._forget_pending(options["task_id"])
+            return self.AsyncResult(existing.job_id)
+        except IdempotencyConflict:
+            self._forget_pending(options["task_id"])
+            raise
+
+    def _forget_pending(self, task_id: str) -> None:
+        """Stop listening for a result that will not come: Celery began before it published."""
+        self.backend.remove_pending_result(self.AsyncResult(task_id))
+
+    def _has_key(self, options: dict[str, Any]) -> bool:
+        """Tell whether a call may be given an existing job: it has a key, and no id yet.
+
+        Celery gives ``parent_id`` with a link that it sends after a body: an error raised there
+        would make a failure of a parent that has succeeded, so that such a call follows, too.
+        """
+        if options.get("task_id") or options.get("parent_id"):
+            return False
+        given = options.get("idempotency_key") or (options.get("headers") or {}).get(KEY_HEADER)
+        rule = extension_of(self.app).settings_for(self).idempotency_key
+        return given is not None or rule is not False
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Retry the task as a new attempt of the same job; see ``celery.Task.retry``.
@@ -218,7 +265,11 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         runtime = extension.runtime
         if sig.get("subtask_type") is None and is_leased(self.app.tasks.get(sig.task)):
             resend = Resend(
-                runtime=runtime, lease=lease, kind=LateOutcome.REPLACED, shielded=shielded
+                runtime=runtime,
+                lease=lease,
+                kind=LateOutcome.REPLACED,
+                shielded=shielded,
+                keeps_key=sig.task == self.name,
             )
             with resending(resend):
                 try:
@@ -244,12 +295,29 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         raise Ignore("replaced")
 
 
+def _template_problems(cls: type[LeasedTask]) -> list[str]:
+    """Say which arguments a task's template of keys names that the task does not have."""
+    rule = cls.lease_idempotency_key
+    if not isinstance(rule, str) or template_problem(rule):
+        # What is no template is told with all that is wrong with the settings.
+        return []
+    return [
+        f"lease_idempotency_key is {rule!r}: the task has no argument {name!r}"
+        for name in unknown_fields(rule, cls.run)
+    ]
+
+
 def _super_call(self: LeasedTask, *args: Any, **kwargs: Any) -> Any:
     return super(LeasedTask, self).__call__(*args, **kwargs)
 
 
 # What comes after LeasedTask in the MRO of a task with several bases is the body.
 LeasedTask.__call__ = _entry(_super_call)
+
+
+def is_under_lease(request: Any) -> bool:
+    """Tell whether a request is that of a delivery which came to a leased ``__call__``."""
+    return _ENTERED in getattr(request, "__dict__", ())
 
 
 def _lease_of(task: Task) -> Lease | None:
@@ -364,7 +432,10 @@ class _Delivery:
     def _adopt(self) -> None:
         """Record a job whose publisher did not (another language, ``send_task`` elsewhere)."""
         job = adopted_job(self._task.app, self._task, self._request, task_settings=self._settings)
-        transitions.submit(self._runtime.store, job)
+        if job.key is None:
+            transitions.submit(self._runtime.store, job)
+        else:
+            transitions.submit_keyed(self._runtime.store, job)
 
     def _refused(self, answer: ClaimAnswer) -> Ignore:
         refusal = answer.refusal.value if isinstance(answer, Refused) else "pruned"
@@ -494,6 +565,7 @@ class _Attempt:
             self._task, self._request, value, self._extension.settings.max_result_bytes
         )
         late = Late(LateOutcome.SUCCEEDED, result, _digest(result))
+        told = self._is_told(("callbacks", "chain", "chord"), ("on_success", "after_return"))
         answer = self._finish(
             lambda parting: transitions.complete(
                 self._runtime.store,
@@ -501,24 +573,40 @@ class _Attempt:
                 parting,
                 result=result,
                 result_type=content_type,
+                settled=told,
             ),
             reason=None,
             late=late,
         )
         if not isinstance(answer, Accepted) or answer.finished_at is None:
             raise _Ended(Ignore("the lease was lost: this result is kept and not accepted"))
-        self._delivery.settle_after(self._lease.fencing_token, answer.finished_at)
+        if not told:
+            self._delivery.settle_after(self._lease.fencing_token, answer.finished_at)
         return value
+
+    def _is_told(self, followers: tuple[str, ...], hooks: tuple[str, ...]) -> bool:
+        """Tell whether an end is known to Celery as soon as it is in the store.
+
+        So it is where the store is Celery's result backend (``backend``), nothing follows the job,
+        and the user's task has no hook that a replay would have to call.
+        """
+        return (
+            getattr(self._task.backend, "is_lease_store", False)
+            and not any(getattr(self._request, name, None) for name in followers)
+            and not any(task_has_custom(self._task, name) for name in hooks)
+        )
 
     def _raised(self, error: BaseException) -> None:
         """Record a failure of the body; raises ``Ignore`` when it is not this attempt's to say."""
         if self._lease.ended_by is not None:
             raise Ignore(f"this attempt has ended already: {self._lease.ended_by}") from error
-        answer = self._fail(error, settled=False)
+        told = self._is_told(("errbacks", "chain", "chord"), ("on_failure", "after_return"))
+        answer = self._fail(error, settled=told)
         if answer.finished_at is None:
             # It was accepted, and an operator has resumed the job since: it is not its outcome.
             raise Ignore("this failure is no longer the job's outcome") from error
-        self._delivery.settle_after(self._lease.fencing_token, answer.finished_at)
+        if not told:
+            self._delivery.settle_after(self._lease.fencing_token, answer.finished_at)
 
     def _fail(self, error: BaseException, *, settled: bool) -> Accepted:
         failure = failure_of(error)
@@ -699,6 +787,8 @@ def encode_result(
         return None, None
     serializer = getattr(task.backend, "serializer", None) or task.app.conf.result_serializer
     try:
+        # A result object among them, as Celery's own backends store it.
+        value = task.backend.prepare_value(value)
         content_type, _, payload = serialization.dumps(value, serializer)
     except Exception as error:
         if _is_disabled(task.backend) and not followed:

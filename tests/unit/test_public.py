@@ -16,6 +16,7 @@ EXAMPLES = [
     exceptions.PayloadTooLarge("result", 2, 1, "lease_max_result_bytes", "t"),
     exceptions.ResultNotSerialisable("t", "json", "no"),
     exceptions.JobNotFound("j"),
+    exceptions.IdempotencyConflict("t", "key", "j"),
     exceptions.StaleWrite("j", 3),
     exceptions.JobInterrupted("job j: 3 runners vanished"),
     exceptions.JobRunnerLost("x"),

@@ -86,6 +86,9 @@ def test_a_task_overrides_what_concerns_a_single_attempt_and_nothing_else() -> N
         "lease_on_expiry",
         "lease_interrupt",
         "lease_stall_timeout",
+        "lease_idempotency_key",
+        "lease_idempotency_retention",
+        "lease_idempotency_conflict",
     }
 
 
@@ -176,6 +179,17 @@ def test_engine_options_are_copied_so_that_later_changes_of_the_users_mapping_do
         ("lease_claim_timeout", 0),
         ("lease_max_message_bytes", 0),
         ("lease_max_result_bytes", 1.5),
+        ("lease_idempotency_key", None),
+        ("lease_idempotency_key", 1),
+        ("lease_idempotency_key", ""),
+        ("lease_idempotency_key", "{"),
+        ("lease_idempotency_key", "{}"),
+        ("lease_idempotency_key", "{0}"),
+        ("lease_idempotency_retention", -1),
+        ("lease_idempotency_retention", True),
+        ("lease_idempotency_retention", "60"),
+        ("lease_idempotency_retention", float("nan")),
+        ("lease_idempotency_conflict", "ignore"),
         ("lease_keep_succeeded", 3600),
         ("lease_keep_failed", 0),
     ],
@@ -227,6 +241,26 @@ def test_a_batch_larger_than_a_step_is_refused_naming_both() -> None:
 
     assert "lease_reaper_batch is 500" in problem
     assert "lease_reaper_limit is 499" in problem
+
+
+def test_a_key_held_for_longer_than_its_job_is_kept_is_refused_naming_both() -> None:
+    (problem,) = problems_of(lease_idempotency_retention=86401, lease_keep_succeeded=86400)
+
+    assert "lease_idempotency_retention is 86401.0" in problem
+    assert "lease_keep_succeeded is 86400.0" in problem
+
+
+@pytest.mark.parametrize(("held", "kept"), [(0, 86400), (86400, 86400), (None, 86400), (1e7, None)])
+def test_a_key_is_held_as_long_as_its_job_at_most(held: float | None, kept: float | None) -> None:
+    settings = loaded(lease_idempotency_retention=held, lease_keep_succeeded=kept)
+
+    assert settings.idempotency_retention == held
+
+
+def test_a_task_s_key_is_not_held_for_longer_than_its_job_is_kept_either() -> None:
+    (problem,) = task_problems_of(loaded(), lease_idempotency_retention=8 * 86400)
+
+    assert problem.startswith("task proj.rebuild: lease_idempotency_retention is 691200.0")
 
 
 def test_sending_again_before_two_passes_is_refused_naming_both() -> None:

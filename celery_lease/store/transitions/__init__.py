@@ -29,8 +29,22 @@ from celery_lease.store.transitions.ending import (
     replace_away,
     retry_later,
 )
+from celery_lease.store.transitions.keys import submit_keyed
 from celery_lease.store.transitions.operating import accept, cancel, hold_waiting, refuse, resume
 from celery_lease.store.transitions.renewal import extend, renew
+from celery_lease.store.transitions.results import (
+    claim_chord,
+    close_chord,
+    count_part,
+    drop_group,
+    expect_part,
+    forget_result,
+    keep_group,
+    keep_result,
+    prune_results,
+    size_chord,
+    yield_chord,
+)
 from celery_lease.store.transitions.retention import prune, record_pass
 from celery_lease.store.transitions.submission import submit
 from celery_lease.store.transitions.timing import expire_unstarted, pass_deadline, wake
@@ -43,18 +57,27 @@ __all__ = [
     "accept",
     "cancel",
     "claim",
+    "claim_chord",
+    "close_chord",
     "complete",
+    "count_part",
     "dispatch",
+    "drop_group",
+    "expect_part",
     "expire",
     "expire_unstarted",
     "extend",
     "fail",
+    "forget_result",
     "hold",
     "hold_waiting",
+    "keep_group",
+    "keep_result",
     "lost",
     "outcome_of",
     "pass_deadline",
     "prune",
+    "prune_results",
     "record_pass",
     "refuse",
     "reject",
@@ -66,8 +89,11 @@ __all__ = [
     "resume",
     "retry_later",
     "settle",
+    "size_chord",
     "submit",
+    "submit_keyed",
     "take_over",
     "undispatch",
     "wake",
+    "yield_chord",
 ]

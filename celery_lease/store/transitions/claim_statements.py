@@ -50,6 +50,8 @@ def _claimable(job: Any) -> list[ColumnElement[bool]]:
             is_due,
             sa.or_(job.c.deadline_at.is_(None), job.c.deadline_at > clock()),
             sa.or_(job.c.expires_at.is_(None), job.c.expires_at > clock()),
+            # One that follows the holder of its key runs only once it holds that itself.
+            sa.or_(job.c.idempotency_key.is_(None), job.c.active_key.is_not(None)),
         ),
         job.c.message_version == bindparam("p_version"),
     ]
@@ -178,6 +180,7 @@ def seen_statement(store: Store) -> Any:
             case((job.c.deadline_at <= clock(), 1), else_=0).label("is_overdue"),
             case((job.c.expires_at <= clock(), 1), else_=0).label("is_expired"),
             SecondsBetween(job.c.finished_at, clock()).label("final_seconds"),
+            SecondsBetween(job.c.created_at, clock()).label("waited_seconds"),
             _last_checkpoint(attempt),
         )
         .select_from(job.outerjoin(attempt, current))

@@ -29,6 +29,7 @@ from celery_lease.store.transitions.claim_statements import (
     take_over_statement,
 )
 from celery_lease.store.transitions.dispatching import undispatch
+from celery_lease.store.transitions.keys import follow, is_following
 from celery_lease.store.transitions.statements import built, lock_job
 from celery_lease.store.transitions.vanishing import apply_loss, decide, end_lost
 
@@ -147,6 +148,9 @@ def _refused_waiting(
         # Its message is gone with this refusal, so the reaper must send another when it is due.
         undispatch(store, delivery.job_id, dispatch_count=seen["dispatch_count"])
         return Refused(Refusal.NOT_DUE, state)
+    if is_following(seen):
+        answer = follow(store, delivery, seen)
+        return answer if isinstance(answer, Refused) else Replay(outcome_of(answer))
     # Claimable, yet not claimed: the row was locked. Wait a little and ask again.
     raise RowBusy(f"the row of job {delivery.job_id} is locked by another transaction")
 

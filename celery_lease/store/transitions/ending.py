@@ -238,6 +238,7 @@ class Again:
         priority: its priority.
         dispatched: True when the caller publishes it right after the commit.
         task: the task that replaces the old one (``replace``), else None.
+        keeps_key: False when that is another task: a key is one of its own task's.
     """
 
     message: Message
@@ -247,6 +248,7 @@ class Again:
     priority: int | None = None
     dispatched: bool = True
     task: str | None = None
+    keeps_key: bool = False
 
 
 def _again_parameters(again: Again, *, waiting: JobState) -> dict[str, Any]:
@@ -260,6 +262,7 @@ def _again_parameters(again: Again, *, waiting: JobState) -> dict[str, Any]:
         "p_queue": again.queue,
         "p_priority": again.priority,
         "p_task": again.task,
+        "p_keeps_key": int(again.keeps_key),
     }
 
 
@@ -270,7 +273,8 @@ def retry_later(store: Store, lease: Held, parting: Parting, again: Again) -> Fi
     that is still held. Zero rows means as for ``complete``: publish nothing.
     """
     extra = _again_parameters(again, waiting=JobState.RETRY_WAIT)
-    extra.pop("p_task")
+    for name in ("p_task", "p_keeps_key"):
+        extra.pop(name)
     return _finish(store, lease, RETRY, parting, extra, message=again.message)
 
 

@@ -99,7 +99,13 @@ def _retry_values(store: Store) -> dict[Any, Any]:
 def replace_values(store: Store) -> dict[Any, Any]:
     """Return the SET clauses of a job that goes on as another task."""
     job = store.tables.job
-    values = _retry_values(store) | {job.c.task: bindparam("p_task")}
+    keeps = bindparam("p_keeps_key", type_=sa.Integer) == 1
+    kept = (job.c.idempotency_key, job.c.active_key, job.c.arguments_digest)
+    values = (
+        _retry_values(store)
+        | {job.c.task: bindparam("p_task")}
+        | {column: case((keeps, column), else_=sa.null()) for column in kept}
+    )
     values.pop(job.c.failure_count)
     return values
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import case, select
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.elements import ColumnElement
 
 from celery_lease.states import JobState
@@ -66,10 +68,21 @@ def _operate(
             change = sa.update(job).where(job.c.id == job_id, *guard).values(**values)
             if connection.execute(change).rowcount == 1:
                 return reached
-            state = connection.execute(select(job.c.state).where(job.c.id == job_id)).scalar()
-            return None if state is None else JobState(state)
+            return read(connection)
 
-    return store.retrying(work)
+    def read(connection: Connection) -> JobState | None:
+        state = connection.execute(select(job.c.state).where(job.c.id == job_id)).scalar()
+        return None if state is None else JobState(state)
+
+    def work_unless_taken() -> JobState | None:
+        try:
+            return work()
+        except IntegrityError:
+            # Another job took its idempotency key meanwhile.
+            with store.single() as connection:
+                return read(connection)
+
+    return store.retrying(work_unless_taken)
 
 
 def hold_waiting(store: Store, job_id: str, *, reason: str) -> JobState | None:
@@ -105,7 +118,8 @@ def resume(
         deadline_seconds: a new deadline; a past one is cleared.
 
     Returns:
-        ``queued``, or the state it is in when it cannot be resumed; None: no such job.
+        ``queued``, or the state it is in when it cannot be resumed (in a state that can: another
+        job has taken its idempotency key); None: no such job.
     """
     job = store.tables.job
     guard = [
@@ -123,6 +137,7 @@ def resume(
         "lost_count": 0,
         "failure_count": 0,
         "dispatched_at": None,
+        "active_key": job.c.idempotency_key,
         "accepted_attempt": None,
         "accepted_late": None,
         "result": None,

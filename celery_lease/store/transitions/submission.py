@@ -1,4 +1,8 @@
-"""``submit`` (and ``adopt`` at the claim): a job and its message become durable together."""
+"""``submit`` (and ``adopt`` at the claim): a job and its message become durable together.
+
+A job with an idempotency key holds it from this very statement on (``submit_keyed`` in
+``keys``): what keeps two of a task from holding one is the unique index, not a look before.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam, case, select
+from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
 from celery_lease.records import Message, NewJob
@@ -17,6 +22,8 @@ from celery_lease.store.transitions.statements import built, clean, seconds
 
 def submit(store: Store, job: NewJob) -> bool:
     """Record a job and the first version of its message; also ``adopt`` at the claim.
+
+    A job with an idempotency key is submitted by ``submit_keyed``.
 
     Returns:
         True when the row is the caller's to publish. False: a job with this id exists, in
@@ -30,33 +37,53 @@ def submit(store: Store, job: NewJob) -> bool:
     def work() -> bool:
         nonlocal tries
         tries += 1
-        if _insert_job(store, job):
+        if insert_job(store, job):
             return True
         # A repetition after a lost reply finds its own row: the same bytes, never claimed.
-        return tries > 1 and _is_own_submit(store, job)
+        return tries > 1 and is_own_submit(store, job)
 
     return store.retrying(work)
 
 
-def _insert_job(store: Store, job: NewJob) -> bool:
-    parameters = _job_parameters(job) | message_parameters(job.job_id, job.message)
+def insert_job(store: Store, job: NewJob, *, holds_key: bool = True) -> bool:
+    """Insert a job and its message.
+
+    Args:
+        store: the store.
+        job: the job.
+        holds_key: False for one that waits for the holder of its key.
+
+    Returns:
+        False when its id or its key is taken; nothing was written.
+    """
+    parameters = job_parameters(job, holds_key=holds_key)
     if store.dialect.writing_ctes:
         with store.single() as connection:
             row = connection.execute(built(store, "submit", _submit_statement), parameters).first()
         return row is not None
     try:
         with store.transaction() as connection:
-            connection.execute(built(store, "submit_job", _insert_job_statement), parameters)
-            connection.execute(built(store, "submit_message", insert_message_statement), parameters)
+            insert_in(store, connection, parameters)
     except IntegrityError:
-        if _job_exists(store, job.job_id):
+        if job.key is not None or _job_exists(store, job.job_id):
             return False
         raise
     return True
 
 
-def _job_parameters(job: NewJob) -> dict[str, Any]:
-    return {
+def insert_in(store: Store, connection: Connection, parameters: dict[str, Any]) -> None:
+    """Insert a job and its message in a transaction of the caller's."""
+    connection.execute(built(store, "submit_job", _insert_job_statement), parameters)
+    connection.execute(built(store, "submit_message", insert_message_statement), parameters)
+
+
+def job_parameters(job: NewJob, *, holds_key: bool = True) -> dict[str, Any]:
+    """Return the parameters of ``insert_in``."""
+    key = job.key
+    return message_parameters(job.job_id, job.message) | {
+        "p_key": None if key is None else key.text,
+        "p_active_key": key.text if key is not None and holds_key else None,
+        "p_arguments": None if key is None else key.arguments_digest,
         "p_id": job.job_id,
         "p_task": job.task,
         "p_state": (JobState.SCHEDULED if job.delay_seconds > 0 else JobState.QUEUED).value,
@@ -108,6 +135,9 @@ def _job_values() -> dict[str, Any]:
         "message_version": bindparam("p_version"),
         "dispatched_at": case((dispatched == 1, clock())),
         "dispatch_count": dispatched,
+        "idempotency_key": bindparam("p_key"),
+        "active_key": bindparam("p_active_key"),
+        "arguments_digest": bindparam("p_arguments"),
         "submitter": bindparam("p_submitter"),
         "root_id": bindparam("p_root"),
         "parent_id": bindparam("p_parent"),
@@ -156,7 +186,8 @@ def _job_exists(store: Store, job_id: str) -> bool:
         return connection.execute(select(job.c.id).where(job.c.id == job_id)).first() is not None
 
 
-def _is_own_submit(store: Store, new: NewJob) -> bool:
+def is_own_submit(store: Store, new: NewJob) -> bool:
+    """Tell whether a job is there as this very submit writes it, and was never claimed."""
     job, message = store.tables.job, store.tables.message
     statement = (
         select(message.c.body)

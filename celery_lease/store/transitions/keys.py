@@ -1,0 +1,263 @@
+"""Who holds an idempotency key: one job of a task at a time.
+
+A job holds its key (``active_key``, unique with ``task``) from its submit while it is not final,
+and after success for the retention its task asks for; failed, cancelled and interrupted free it.
+Nobody watches the clock for that: whoever finds a key held by a job whose time is over takes it
+from that job in the transaction that records his own.
+
+A job whose id is known to others already cannot be replaced by the existing one: a group or a
+chord waits for the ids of its members. It is recorded without holding its key, and *follows*: at
+its claim it takes the result of the holder if that has succeeded, waits while that is not final,
+and takes the key, and runs, when nobody holds it any more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam, case, select
+from sqlalchemy.engine import Connection, RowMapping
+from sqlalchemy.exc import IntegrityError
+
+from celery_lease.exceptions import IdempotencyConflict
+from celery_lease.records import Delivery, Existing, NewJob, Refused
+from celery_lease.states import WAITING_STATES, AttemptState, JobState, Refusal
+from celery_lease.store.dialects import Later, clock
+from celery_lease.store.engine import RowBusy, Store
+from celery_lease.store.transitions.statements import built, clean, lock_job, seconds
+from celery_lease.store.transitions.submission import (
+    insert_in,
+    insert_job,
+    is_own_submit,
+    job_parameters,
+)
+
+#: Between two looks of a job at the one it follows, seconds: half as long as it has waited.
+FIRST_LOOK_SECONDS = 1.0
+LONGEST_LOOK_SECONDS = 60.0
+_GIVEN_UP = "the idempotency key was given up just now"
+
+
+def submit_keyed(store: Store, job: NewJob) -> Existing | None:
+    """Record a job under its idempotency key, which it holds from then on.
+
+    Returns:
+        None: the row is the caller's to publish (``follows``: it may wait for another job).
+        ``Existing``: nothing was written and nothing is to be published.
+
+    Raises:
+        StoreUnavailable: nothing is known to be written; nothing may be published.
+    """
+    tries = 0
+
+    def work() -> Existing | None:
+        nonlocal tries
+        tries += 1
+        if insert_job(store, job):
+            return None
+        found = _in_the_way(store, job)
+        if found is None:
+            raise RowBusy(_GIVEN_UP)
+        if found["id"] == job.job_id:
+            # A repetition after a lost reply finds its own row, as in ``submit``.
+            is_own = tries > 1 and is_own_submit(store, job)
+            return None if is_own else Existing(job.job_id)
+        if found["is_over"] and _insert_instead(store, job, found["id"]):
+            return None
+        if found["is_over"] or (job.follows and not insert_job(store, job, holds_key=False)):
+            raise RowBusy(_GIVEN_UP)
+        return None if job.follows else Existing(found["id"], _is_same_call(job, found))
+
+    return store.retrying(work)
+
+
+def _is_same_call(job: NewJob, found: RowMapping) -> bool:
+    assert job.key is not None
+    return is_same(job.key.arguments_digest, found["arguments_digest"])
+
+
+def is_same(one: str | None, other: str | None) -> bool:
+    """Tell whether two digests may be of one call; where there is none, nothing is compared."""
+    return one is None or other is None or one == other
+
+
+def _in_the_way(store: Store, new: NewJob) -> RowMapping | None:
+    """Return the job that has the id, else the one that holds the key; None: neither is there."""
+    assert new.key is not None
+    job = store.tables.job
+    columns = [job.c.id, job.c.arguments_digest, case((_is_over(job), 1), else_=0).label("is_over")]
+    same_id = select(*columns).where(job.c.id == bindparam("p_id"))
+    holder = select(*columns).where(*_held_key(job))
+    parameters = _parameters(new)
+    with store.single() as connection:
+        row = connection.execute(same_id, parameters).mappings().first()
+    if row is not None:
+        return row
+    with store.single() as connection:
+        return connection.execute(holder, parameters).mappings().first()
+
+
+def _parameters(new: NewJob) -> dict[str, Any]:
+    assert new.key is not None
+    kept = new.key.retention_seconds
+    return {
+        "p_id": new.job_id,
+        "p_task": new.task,
+        "p_key": new.key.text,
+        "p_lets_go": int(kept is not None),
+        "p_retention": -(kept or 0.0),
+    }
+
+
+def _held_key(job: Any) -> list[Any]:
+    return [job.c.task == bindparam("p_task"), job.c.active_key == bindparam("p_key")]
+
+
+def _is_over(job: Any) -> Any:
+    """Return the condition of a holder that holds its key no longer than it may."""
+    return sa.and_(
+        bindparam("p_lets_go", type_=sa.Integer) == 1,
+        job.c.state == JobState.SUCCEEDED.value,
+        job.c.finished_at <= Later(clock(), seconds("p_retention")),
+    )
+
+
+def _insert_instead(store: Store, new: NewJob, holder_id: str) -> bool:
+    """Take the key from a holder whose time is over, and record the job, in one transaction."""
+    job = store.tables.job
+    gives_up = (
+        sa.update(job)
+        .where(job.c.id == bindparam("p_holder"), *_held_key(job), _is_over(job))
+        .values(active_key=sa.null())
+    )
+    try:
+        with store.transaction() as connection:
+            given = connection.execute(gives_up, _parameters(new) | {"p_holder": holder_id})
+            if given.rowcount != 1:
+                return False
+            insert_in(store, connection, job_parameters(new))
+    except IntegrityError:
+        # Another took the key, or the id, in this very moment: the holder keeps what it had.
+        return False
+    return True
+
+
+# --- a job that follows the holder of its key -------------------------------------------------
+
+
+def is_following(row: RowMapping) -> bool:
+    """Tell whether a waiting job has a key that it does not hold."""
+    return row["idempotency_key"] is not None and row["active_key"] is None
+
+
+def follow(store: Store, delivery: Delivery, seen: RowMapping) -> Refused | RowMapping:
+    """Decide what becomes of a job whose key another one holds, or held.
+
+    Nobody holds the key → it takes it. The holder has succeeded → succeeded, with that result.
+    The holder is not final → retry_wait, to look again. Other arguments → failed.
+
+    Returns:
+        ``Refused(KEY_HELD)``: it waits. Its row, when it is final: to be replayed.
+
+    Raises:
+        RowBusy: ask again; it holds its key now, or its row is locked or has just changed.
+    """
+    job = store.tables.job
+    try:
+        with store.transaction() as connection:
+            row = lock_job(store, connection, delivery.job_id)
+            if row is None or not _may_follow(row, seen):
+                raise RowBusy(f"job {delivery.job_id} has just changed")
+            holder = _holder(store, connection, row)
+            change = (
+                sa.update(job)
+                .where(
+                    job.c.id == delivery.job_id,
+                    job.c.state == row["state"],
+                    job.c.active_key.is_(None),
+                )
+                .values(**_change(row, holder, float(seen["waited_seconds"])))
+            )
+            connection.execute(change)
+            now = (
+                connection.execute(select(job).where(job.c.id == delivery.job_id)).mappings().one()
+            )
+    except IntegrityError as error:
+        raise RowBusy("another job took the idempotency key just now") from error
+    if now["active_key"] is not None:
+        raise RowBusy(f"job {delivery.job_id} has taken its idempotency key: claim it")
+    if JobState(now["state"]).is_final:
+        return now
+    return Refused(Refusal.KEY_HELD, JobState(now["state"]))
+
+
+def _may_follow(row: RowMapping, seen: RowMapping) -> bool:
+    is_as_seen = row["message_version"] == seen["message_version"]
+    return JobState(row["state"]) in WAITING_STATES and is_following(row) and is_as_seen
+
+
+def _holder(store: Store, connection: Connection, row: RowMapping) -> RowMapping | None:
+    job = store.tables.job
+    statement = built(
+        store,
+        "key_holder",
+        lambda _: select(
+            job.c.id,
+            job.c.state,
+            job.c.state_reason,
+            job.c.result,
+            job.c.result_type,
+            job.c.arguments_digest,
+        ).where(*_held_key(job)),
+    )
+    parameters = {"p_task": row["task"], "p_key": row["idempotency_key"]}
+    return connection.execute(statement, parameters).mappings().first()
+
+
+def _change(row: RowMapping, holder: RowMapping | None, waited_seconds: float) -> Mapping[str, Any]:
+    """Return the SET clauses of a job that follows."""
+    if holder is None:
+        return {"active_key": row["idempotency_key"]}
+    is_replaced = holder["state_reason"] == AttemptState.REPLACED.value
+    has_succeeded = holder["state"] == JobState.SUCCEEDED.value
+    if not is_same(row["arguments_digest"], holder["arguments_digest"]) or (
+        # It went on as a canvas: what comes of it is Celery's alone to know.
+        has_succeeded and is_replaced
+    ):
+        return _failed(row, holder["id"])
+    if has_succeeded:
+        result = {"result": holder["result"], "result_type": holder["result_type"]}
+        return _ended(JobState.SUCCEEDED, holder["id"]) | result
+    delay = min(max(waited_seconds / 2, FIRST_LOOK_SECONDS), LONGEST_LOOK_SECONDS)
+    return {
+        "state": JobState.RETRY_WAIT.value,
+        "state_reason": clean(f"follows {holder['id']}", 255),
+        "available_at": Later(clock(), sa.literal(delay, sa.Double)),
+        "dispatched_at": None,
+    }
+
+
+def _ended(state: JobState, holder_id: str) -> dict[str, Any]:
+    # Accepted from no attempt of its own: token 0, as of a job that an operator accepts unrun.
+    return {
+        "state": state.value,
+        "state_reason": clean(f"follows {holder_id}", 255),
+        "finished_at": clock(),
+        "accepted_attempt": 0,
+    }
+
+
+def _failed(row: RowMapping, holder_id: str) -> dict[str, Any]:
+    error = IdempotencyConflict(row["task"], row["idempotency_key"], holder_id)
+    kind = type(error)
+    # As Celery's JSON backends keep an exception.
+    meta = {"exc_type": kind.__name__, "exc_message": error.args, "exc_module": kind.__module__}
+    return _ended(JobState.FAILED, holder_id) | {
+        "result": json.dumps(meta).encode(),
+        "result_type": "application/json",
+        "error_type": f"{kind.__module__}.{kind.__name__}",
+        "error_message": str(error),
+    }
