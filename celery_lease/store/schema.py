@@ -48,6 +48,10 @@ class Tables:
     message: sa.Table
     attempt: sa.Table
     completed_pass: sa.Table
+    result: sa.Table
+    group: sa.Table
+    chord: sa.Table
+    chord_part: sa.Table
     version_table: str
 
 
@@ -88,7 +92,18 @@ def build_tables(prefix: str = DEFAULT_PREFIX, schema: str | None = None) -> Tab
         sa.Column("worker", sa.String(NAME)),
         **TABLE_OPTIONS,
     )
-    return Tables(metadata, job, message, attempt, completed_pass, f"{prefix}version")
+    return Tables(
+        metadata,
+        job,
+        message,
+        attempt,
+        completed_pass,
+        _result_table(metadata, prefix),
+        _group_table(metadata, prefix),
+        _chord_table(metadata, prefix),
+        _chord_part_table(metadata, prefix),
+        f"{prefix}version",
+    )
 
 
 def _job_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
@@ -227,6 +242,72 @@ def _attempt_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
     _partial(f"{name}_live_owner", c.owner, where=_LIVE).ddl_if(callable_=_partially)
     sa.Index(f"{name}_live_rows", c.ended_at, c.owner).ddl_if(callable_=_fully)
     leave_room_after_create(table)
+    return table
+
+
+def _result_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
+    name = f"{prefix}result"
+    table = sa.Table(
+        name,
+        metadata,
+        sa.Column("task_id", sa.String(NAME), primary_key=True),
+        sa.Column("status", sa.String(NAME), nullable=False),
+        sa.Column("meta", Blob),
+        sa.Column("fencing_token", sa.BigInteger, nullable=False),
+        sa.Column("stored_at", Instant, nullable=False),
+        **TABLE_OPTIONS,
+    )
+    sa.Index(f"{name}_stored", table.c.stored_at)
+    return table
+
+
+def _group_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
+    name = f"{prefix}group"
+    table = sa.Table(
+        name,
+        metadata,
+        sa.Column("id", sa.String(NAME), primary_key=True),
+        sa.Column("result", Blob, nullable=False),
+        sa.Column("stored_at", Instant, nullable=False),
+        **TABLE_OPTIONS,
+    )
+    sa.Index(f"{name}_stored", table.c.stored_at)
+    return table
+
+
+def _chord_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
+    name = f"{prefix}chord"
+    table = sa.Table(
+        name,
+        metadata,
+        sa.Column("id", sa.String(NAME), primary_key=True),
+        sa.Column("size", sa.Integer),
+        sa.Column("header", Blob),
+        sa.Column("claim_nonce", sa.String(64)),
+        sa.Column("claimed_at", Instant),
+        sa.Column("fired_at", Instant),
+        sa.Column("created_at", Instant, nullable=False),
+        **TABLE_OPTIONS,
+    )
+    sa.Index(f"{name}_created", table.c.created_at)
+    return table
+
+
+def _chord_part_table(metadata: sa.MetaData, prefix: str) -> sa.Table:
+    name = f"{prefix}chord_part"
+    table = sa.Table(
+        name,
+        metadata,
+        sa.Column("chord_id", sa.String(NAME), primary_key=True),
+        sa.Column("task_id", sa.String(NAME), primary_key=True),
+        sa.Column("is_added", sa.Boolean, nullable=False),
+        sa.Column("position", sa.Integer),
+        sa.Column("status", sa.String(NAME)),
+        sa.Column("result", Blob),
+        sa.Column("stored_at", Instant, nullable=False),
+        **TABLE_OPTIONS,
+    )
+    sa.Index(f"{name}_stored", table.c.stored_at)
     return table
 
 

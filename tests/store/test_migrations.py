@@ -18,8 +18,9 @@ from alembic.script import ScriptDirectory
 
 from celery_lease.exceptions import SchemaMismatch, StoreUnavailable
 from celery_lease.store import migrations
+from celery_lease.store.dialects import clock
 from celery_lease.store.engine import Store
-from celery_lease.store.migrations import HEAD, current_revision, ensure_schema, migrate
+from celery_lease.store.migrations import HEAD, current_revision, ensure_schema, migrate, steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -197,6 +198,41 @@ def test_a_half_made_schema_is_completed(store: Store):
     assert len(_indexes(store)["celery_lease_job"]) == len(store.tables.job.indexes)
 
 
+def test_a_store_of_the_first_revision_is_brought_to_the_head_with_its_rows(store: Store):
+    """And what a process that was killed in the middle of that had made already is kept."""
+    _migrate_to(store, "0001")
+    with store.transaction() as connection:
+        connection.execute(
+            sa.insert(store.tables.completed_pass).values(id=1, finished_at=clock(), counts="{}")
+        )
+    store.tables.result.create(store.engine)
+    with store.transaction() as connection:
+        next(iter(store.tables.result.indexes)).drop(connection)
+
+    with pytest.raises(SchemaMismatch, match="celery -A yourapp lease migrate"):
+        ensure_schema(store, auto_migrate=True)
+    assert migrate(store) == ("0001", HEAD)
+
+    assert _differences(store) == []
+    assert len(_indexes(store)["celery_lease_result"]) == 1
+    with store.single() as connection:
+        assert connection.execute(sa.select(store.tables.completed_pass.c.id)).all() == [(1,)]
+
+
+def test_a_result_table_that_is_not_ours_is_refused(store: Store):
+    _migrate_to(store, "0001")
+    with store.transaction() as connection:
+        connection.execute(sa.text("CREATE TABLE celery_lease_result (number INTEGER)"))
+
+    with pytest.raises(SchemaMismatch, match="lease_store_table_prefix"):
+        migrate(store)
+
+
+def _migrate_to(store: Store, revision: str) -> None:
+    with migrations._only_migration(store) as connection:
+        steps.upgrade(store, connection, revision)
+
+
 def test_a_table_of_the_same_name_that_is_not_ours_is_refused(store: Store):
     with store.transaction() as connection:
         connection.execute(sa.text("CREATE TABLE celery_lease_job (number INTEGER)"))
@@ -240,14 +276,14 @@ def test_an_older_schema_is_never_upgraded_in_silence(
     store: Store, monkeypatch: pytest.MonkeyPatch, *, auto_migrate: bool
 ):
     migrate(store)
-    monkeypatch.setattr(migrations, "REVISIONS", ("0001", "0002"))
-    monkeypatch.setattr(migrations, "HEAD", "0002")
+    monkeypatch.setattr(migrations, "REVISIONS", (*migrations.REVISIONS, "next"))
+    monkeypatch.setattr(migrations, "HEAD", "next")
 
     with pytest.raises(SchemaMismatch, match="celery -A yourapp lease migrate") as caught:
         ensure_schema(store, auto_migrate=auto_migrate)
 
-    assert caught.value.found == "0001"
-    assert current_revision(store) == "0001"
+    assert caught.value.found == HEAD
+    assert current_revision(store) == HEAD
 
 
 @pytest.mark.parametrize("auto_migrate", [True, False])
@@ -376,9 +412,10 @@ def test_a_fork_while_a_thread_migrates_leaves_a_lock_that_opens():
     assert said.stdout == "0\n"
 
 
-def test_the_first_revision_does_not_read_the_schema_module():
+@pytest.mark.parametrize("revision", ["0001_initial", "0002_results"])
+def test_a_revision_does_not_read_the_schema_module(revision: str):
     """It is history: a column added to the schema must not appear in it."""
-    source = importlib.resources.files(migrations) / "versions" / "0001_initial.py"
+    source = importlib.resources.files(migrations) / "versions" / f"{revision}.py"
 
     assert "store.schema " not in source.read_text()
     assert "build_tables" not in source.read_text()

@@ -20,6 +20,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_lease import HandOver, LeasedTask, current_lease
 from tests.worker.apps.breakable import add_breakable_tasks
+from tests.worker.apps.keyed import add_keyed_tasks
 
 try:
     from pydantic import BaseModel
@@ -81,6 +82,7 @@ def make_app(*, broker: str, backend: str | None, store: str, ledger: str, **con
     _outcome_tasks(app, book)
     _forms(app, book)
     add_breakable_tasks(app, book)
+    add_keyed_tasks(app, book)
     return app
 
 
