@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from celery_lease.bookkeeping import is_chord_unsent
 from celery_lease.reaper import report_cancelled, report_vanished
 from celery_lease.records import Failure, Held
 from celery_lease.runtime import owner_prefix
@@ -104,11 +105,20 @@ def limit_exceeded(extension: Extension, store: Store, gone: Gone, error: bytes)
     _tell_or_send(extension, store, gone, lease)
 
 
-def settle_told(extension: Extension, store: Store, leases: Sequence[Held]) -> None:
-    """Settle what a child that died had told Celery, and had not settled yet."""
-    del extension
+def settle_told(
+    extension: Extension, store: Store, told: Sequence[tuple[Held, str | None]]
+) -> None:
+    """Settle what a child that died had told Celery, and had not settled yet.
+
+    Args:
+        extension: the app's extension.
+        store: the store.
+        told: each lease, with the group of its job.
+    """
     outcomes = []
-    for lease in leases:
+    for lease, group_id in told:
+        if is_chord_unsent(extension.app.backend, group_id):
+            continue
         found = queries.outcome(store, lease.job_id)
         if found is not None and found[0].fencing_token == lease.fencing_token:
             outcomes.append((lease.job_id, lease.fencing_token, found[0].finished_at))

@@ -90,7 +90,7 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         self._renew_no_more()
         claims = self._extension.claims
         if claims is not None and self._claim is not None and not self._is_reported:
-            claims.on_told(self._claim)
+            claims.on_told(self._claim, self._request_dict.get("group"))
         if self._is_acknowledged_at_claim:
             self.acknowledged = True
         super().acknowledge()
@@ -196,7 +196,7 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         claims = self._extension.claims
         told = [] if claims is None or gone.pid is None else claims.told_by(gone.pid)
         if told:
-            self._extension.tell(functools.partial(settle_told, leases=told))
+            self._extension.tell(functools.partial(settle_told, told=told))
         events.emit(
             events.RUNNER_GONE,
             job_id=self.id,

@@ -127,6 +127,11 @@ class Runtime:
         )
 
     @property
+    def is_apart(self) -> bool:
+        """True in a child: the worker's main process is another one."""
+        return self._teller is not None and self._teller.is_apart
+
+    @property
     def is_stopping(self) -> bool:
         """True once this process's worker was asked to stop."""
         return self._stop_flag is not None and self._stop_flag.is_set()
@@ -191,9 +196,7 @@ class Runtime:
             on_surrender=self._renew_no_more,
             on_checkpoint=self.heartbeat.beat_soon,
             on_doubt=self._ask_again,
-            from_worker=task_settings.heartbeat_from is HeartbeatFrom.WORKER
-            and self._teller is not None
-            and self._teller.is_apart,
+            from_worker=task_settings.heartbeat_from is HeartbeatFrom.WORKER and self.is_apart,
             stop_flag=self._stop_flag,
             stall_timeout_seconds=task_settings.stall_timeout_seconds,
             monotonic=self._monotonic,

@@ -32,7 +32,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 from kombu import serialization
 
-from celery_lease import events, interrupt
+from celery_lease import bookkeeping, events, interrupt
 from celery_lease.backoff import UNCOUNTED_ENDS
 from celery_lease.dispatch import (
     DISPATCH_HEADER,
@@ -484,6 +484,8 @@ class _Delivery:
     def settle_after(self, fencing_token: int, finished_at: Any) -> None:
         """Settle this outcome once Celery has stored it and sent its callbacks."""
         self._request.__dict__[SETTLES_MARK] = (self._request.id, fencing_token, finished_at)
+        if self._runtime.is_apart:
+            bookkeeping.begin()
 
 
 class _Attempt:
@@ -872,8 +874,10 @@ def _settle(sender: Any = None, **_: Any) -> None:
     """Settle an outcome that Celery has stored, with its callbacks sent."""
     if not is_leased(sender):
         return
-    outcome = sender.request.__dict__.pop(SETTLES_MARK, None)
-    if outcome is not None:
+    request = sender.request
+    outcome = request.__dict__.pop(SETTLES_MARK, None)
+    # An unsent body is sent by a replay of this part, and of no other.
+    if outcome is not None and not bookkeeping.is_chord_unsent(sender.backend, request.group):
         extension_of(sender.app).runtime.settle_later(outcome)
 
 

@@ -235,7 +235,7 @@ class WorkerClaims:
         self.pid = os.getpid()
         self._early: dict[tuple[str, int], Claim] = {}
         self._owners: dict[str, None] = {}
-        self._told: deque[tuple[float, Claim]] = deque(maxlen=MOST_TOLD)
+        self._told: deque[tuple[float, Claim, str | None]] = deque(maxlen=MOST_TOLD)
         self.socket: ClaimSocket | None = None
 
     def heard(self, claim: Claim) -> Answer | None:
@@ -257,16 +257,16 @@ class WorkerClaims:
         """Tell whether a process is, or was, a child of this one."""
         return owner in self._owners
 
-    def on_told(self, claim: Claim) -> None:
+    def on_told(self, claim: Claim, group_id: str | None) -> None:
         """Remember that Celery has stored the end of an attempt and sent its callbacks."""
-        self._told.append((time.monotonic(), claim))
+        self._told.append((time.monotonic(), claim, group_id))
 
-    def told_by(self, pid: int) -> list[Held]:
-        """Return what a child has told Celery of late; it settles that a second later."""
+    def told_by(self, pid: int) -> list[tuple[Held, str | None]]:
+        """Return what a child has told Celery of late, and its groups: it settles it later."""
         since = time.monotonic() - TOLD_SECONDS
         return [
-            Held(claim.job_id, claim.fencing_token, claim.owner)
-            for at, claim in self._told
+            (Held(claim.job_id, claim.fencing_token, claim.owner), group_id)
+            for at, claim, group_id in self._told
             if claim.pid == pid and at >= since
         ]
 

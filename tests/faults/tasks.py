@@ -306,7 +306,8 @@ def _kill_at(where: str, kill: Callable[[], None]) -> None:
     else:
 
         def killed(sender: Any = None, **_: Any) -> None:
-            if getattr(sender, "name", "") == "faults.work":
+            # The signals of a publish have the task's name for a sender.
+            if getattr(sender, "name", sender) == "faults.work":
                 kill()
 
         getattr(signals, where).connect(killed, weak=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -90,4 +92,32 @@ def test_a_chord_whose_body_is_sent_while_the_store_is_away_runs_its_body(
 
     eventually(lambda: stage.rows("job", "id = :id", id=joined.id), timeout=30)
     stage.assert_accepted_once(joined.id, 1)
+    assert len(stage.ledger.read("begin", job=joined.id)) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_child_that_ends_as_it_sends_the_body_of_a_chord_loses_no_body(
+    number: int, make_stage: Callable[..., Stage]
+) -> None:
+    """Celery marks the chord as done if anything is raised there; a claim outlives a kill."""
+    stage = make_stage(
+        faults_wait_at="before_task_publish",
+        # How long the claim on the chord lives, and between two replays.
+        broker_connection_timeout=1.0,
+        task_publish_retry=False,
+        lease_settle_grace=2.0,
+        lease_queued_timeout=3.0,
+    )
+    stage.worker(concurrency=1)
+    joined = chord([stage.signature({})], stage.signature({}, name="body")).apply_async()
+    there = eventually(lambda: stage.ledger.read("there"), timeout=30)
+
+    os.kill(there[0]["pid"], number)
+    stage.ledger.open_gate("harm done")
+
+    eventually(lambda: stage.rows("job", "id = :id", id=joined.id), timeout=40)
+    stage.assert_accepted_once(joined.id, 1)
+    part = joined.parent.results[0].id
+    stage.assert_accepted_once(part, 1)
+    assert len(stage.ledger.read("begin", job=part)) == 1
     assert len(stage.ledger.read("begin", job=joined.id)) == 1

@@ -1,0 +1,83 @@
+"""Celery's bookkeeping after a body: what must not be torn, and when a job may be settled.
+
+Between the accepted outcome and ``task_postrun`` Celery sends callbacks, stores the result and
+counts a part of a chord. What breaks off in it is done again by a replay, with one exception: the
+body of a chord. Celery's Redis backend (5.7, ``celery/backends/redis.py``) marks a chord as done
+when anything is raised where it sends the body, a ``SystemExit`` from a stop signal and a soft time
+limit included; no later part sends it again. So these signals wait here until the books are closed.
+
+A process that is killed at that point leaves a claim on the chord that runs out after a while.
+Until then a replay sends nothing, so the job is not settled yet, and is replayed again.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from celery import signals
+
+#: What would be raised in the middle: stop signals of a child (billiard 4.2 to 4.3, ``common.py``)
+#: and the soft time limit.
+_HELD = (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1)
+#: What Celery leaves in a chord's claim when its body was sent.
+_DONE = b"done"
+
+_handlers: dict[signal.Signals, Any] = {}
+_waiting: list[int] = []
+
+
+def begin() -> None:
+    """Hold stop signals and the soft time limit back, until Celery's ``task_postrun``.
+
+    By handlers, not by a mask: a signal that one thread blocks is delivered to another one, and
+    raised in the main thread all the same. For a child's main thread: in a worker's main process a
+    stop signal raises nothing.
+    """
+    if _handlers or threading.current_thread() is not threading.main_thread():
+        return
+    for number in _HELD:
+        handler = signal.getsignal(number)
+        # None was not installed by Python, and could not be restored.
+        if handler is not None:
+            _handlers[number] = handler
+            signal.signal(number, _wait)
+
+
+def _wait(number: int, frame: FrameType | None) -> None:
+    del frame
+    _waiting.append(number)
+
+
+def _end(**_: Any) -> None:
+    if not _handlers or threading.current_thread() is not threading.main_thread():
+        return
+    for number, handler in _handlers.items():
+        signal.signal(number, handler)
+    _handlers.clear()
+    # The body is over: a limit that has come meanwhile limits nothing.
+    waiting = sorted({*_waiting} - {signal.SIGUSR1})
+    _waiting.clear()
+    for one in waiting:
+        signal.raise_signal(one)
+
+
+def is_chord_unsent(backend: Any, group_id: str | None) -> bool:
+    """Tell whether somebody has claimed to send the body of a chord, and has not.
+
+    Args:
+        backend: the task's result backend; others than Celery's Redis backend make no claims.
+        group_id: the chord's group, None for a job that is no part of one.
+    """
+    if not group_id or not hasattr(backend, "_chord_claim_extend_script"):
+        return False
+    try:
+        claim = backend.client.get(backend.get_key_for_group(group_id, ".c"))
+    except Exception:  # noqa: BLE001  in doubt it is told once more
+        return True
+    return claim is not None and claim != _DONE
+
+
+signals.task_postrun.connect(_end, weak=False)
