@@ -131,7 +131,11 @@ class ClaimSocket:
             except OSError:
                 # Nothing more, or closed meanwhile.
                 return
-            self._take(datagram)
+            try:
+                self._take(datagram)
+            except Exception:
+                # Raised on, it would end the worker's event loop.
+                logger.exception("lease.claim.unheard")
 
     def answer(self, answer: Answer, pid: int) -> None:
         """Say something of a claim to the child that made it."""

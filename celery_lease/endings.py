@@ -11,7 +11,9 @@ What it is not: it reads no exit code and no request. ``request`` does, and says
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from celery.states import READY_STATES
 
 from celery_lease.bookkeeping import is_chord_unsent
 from celery_lease.reaper import report_cancelled, report_vanished
@@ -117,12 +119,22 @@ def settle_told(
     """
     outcomes = []
     for lease, group_id in told:
-        if is_chord_unsent(extension.app.backend, group_id):
+        if not _has_outcome(extension.app.backend, lease.job_id) or is_chord_unsent(
+            extension.app.backend, group_id
+        ):
             continue
         found = queries.outcome(store, lease.job_id)
         if found is not None and found[0].fencing_token == lease.fencing_token:
             outcomes.append((lease.job_id, lease.fencing_token, found[0].finished_at))
     transitions.settle(store, outcomes)
+
+
+def _has_outcome(backend: Any, job_id: str) -> bool:
+    """Tell whether Celery has stored an outcome: an acknowledgement may have had other reasons."""
+    try:
+        return backend.get_state(job_id) in READY_STATES
+    except Exception:  # noqa: BLE001  in doubt it is told once more
+        return False
 
 
 def cancel_revoked(extension: Extension, store: Store, job_id: str) -> None:

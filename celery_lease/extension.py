@@ -140,6 +140,13 @@ class Extension:
         if self.worker_thread is not None:
             self.worker_thread.tell(functools.partial(word, self))
 
+    def begin_worker(self) -> None:
+        """Forget what an earlier worker of this process has left: its stop, its claims."""
+        self.stop_runtime()
+        self._runtimes.forget()
+        self.stop_flag = StopFlag()
+        self.claims = worker.WorkerClaims()
+
     def stop_runtime(self) -> None:
         """Write what this process still has to say, and end its threads."""
         runtime = self._runtimes.existing()
@@ -157,6 +164,8 @@ class Extension:
             owner_folder=self.owner_folder,
             teller=self._make_teller(),
             stop_flag=self.stop_flag,
+            is_child=PATH_VARIABLE in os.environ
+            and not (self.claims is not None and self.claims.pid == os.getpid()),
             on_vanished=lambda vanished: self.reaper().follow_up(vanished),
             prepare=lambda: ensure_schema(
                 self.raw_store, auto_migrate=self.settings.store_auto_migrate

@@ -130,6 +130,7 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         if not return_ok and isinstance(error, SystemExit | KeyboardInterrupt):
             # The signal that ended the child was ours. The message stays unacknowledged and is
             # delivered again, as Celery has it since 5.6; in 5.5 it was a FAILURE.
+            self._renew_no_more()
             return task_ready(self)
         if isinstance(error, MemoryError | TimeLimitExceeded | WorkerLostError):
             exc_info = copy.copy(exc_info)

@@ -84,6 +84,7 @@ class Runtime:
         owner_folder: where this process's owner file is, None for none.
         teller: says to the worker's main process what was claimed, None where there is none.
         stop_flag: raised when the worker is asked to stop, None outside of a worker.
+        is_child: True in a process of a worker's pool.
         on_vanished: does at once what a stalled job needs next; may block.
         monotonic: the clock of local deadlines.
         sleep: waits during an outage.
@@ -99,6 +100,7 @@ class Runtime:
         owner_folder: OwnerFolder | None = None,
         teller: Teller | None = None,
         stop_flag: StopFlag | None = None,
+        is_child: bool = False,
         on_vanished: Callable[[Vanished], None] = lambda _: None,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -111,6 +113,7 @@ class Runtime:
         self._owner_file = None if owner_folder is None else OwnerFile(owner_folder, self.owner)
         self._teller = teller
         self._stop_flag = stop_flag
+        self._is_child = is_child
         self._stop_watch: threading.Thread | None = None
         self._on_vanished = on_vanished
         self._monotonic = monotonic
@@ -129,7 +132,7 @@ class Runtime:
     @property
     def is_apart(self) -> bool:
         """True in a child: the worker's main process is another one."""
-        return self._teller is not None and self._teller.is_apart
+        return self._is_child
 
     @property
     def is_stopping(self) -> bool:
@@ -180,11 +183,16 @@ class Runtime:
         # A repetition may be told of the first call's claim, so the deadline counts from the
         # first send; a renewal then says how long the lease really has.
         lease = self._hold(answer, task_settings, sends[0])
-        self._say_and_hear({})
-        self._say(lease)
-        self._watch_for_stop()
-        if len(sends) > 1:
-            self.confirm(lease)
+        try:
+            self._say_and_hear({})
+            self._say(lease)
+            self._watch_for_stop()
+            if len(sends) > 1:
+                self.confirm(lease)
+        except BaseException:
+            # No body will run: left in the heartbeat it would be renewed for ever.
+            self.surrender(lease, reason="the claim broke off")
+            raise
         return answer, lease
 
     def _hold(self, claimed: Claimed, task_settings: TaskSettings, sent_at: float) -> Lease:
@@ -196,7 +204,9 @@ class Runtime:
             on_surrender=self._renew_no_more,
             on_checkpoint=self.heartbeat.beat_soon,
             on_doubt=self._ask_again,
-            from_worker=task_settings.heartbeat_from is HeartbeatFrom.WORKER and self.is_apart,
+            from_worker=task_settings.heartbeat_from is HeartbeatFrom.WORKER
+            and self._teller is not None
+            and self._teller.is_apart,
             stop_flag=self._stop_flag,
             stall_timeout_seconds=task_settings.stall_timeout_seconds,
             monotonic=self._monotonic,
@@ -221,18 +231,23 @@ class Runtime:
     # -- the worker's main process -------------------------------------------------------------
 
     def _say(self, lease: Lease) -> None:
-        if self._teller is not None:
-            self._teller.tell(
-                Claim(
-                    job_id=lease.job_id,
-                    fencing_token=lease.fencing_token,
-                    owner=self.owner,
-                    pid=os.getpid(),
-                    lease_seconds=lease.lease_seconds,
-                    heartbeat_seconds=lease.heartbeat_seconds,
-                    from_worker=lease.from_worker,
-                )
-            )
+        if self._teller is None:
+            return
+        claim = Claim(
+            job_id=lease.job_id,
+            fencing_token=lease.fencing_token,
+            owner=self.owner,
+            pid=os.getpid(),
+            lease_seconds=lease.lease_seconds,
+            heartbeat_seconds=lease.heartbeat_seconds,
+            from_worker=lease.from_worker,
+        )
+        try:
+            self._teller.tell(claim)
+        except Exception:
+            # In one process it is a call: what the broker says to an acknowledgement, say. The
+            # message is acknowledged at the end of the attempt.
+            logger.exception("lease.claim.untold job_id=%s", lease.job_id)
 
     def _renew_no_more(self, lease: Lease) -> None:
         """Take a lease that was given up out of the heartbeat, and out of the main process's."""
@@ -530,6 +545,10 @@ class PerProcess:
                 self._runtime = self._make()
                 self._pid = pid
             return self._runtime
+
+    def forget(self) -> None:
+        """Make a new one at the next use: this process begins another life as a worker."""
+        self._runtime = None
 
     def existing(self) -> Runtime | None:
         """Return this process's runtime if there is one."""

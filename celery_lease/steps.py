@@ -63,9 +63,9 @@ class _LeaseStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has n
             gate=functools.partial(ForkGate, is_last=True),
             is_on=bool(parent.task_events),
         )
-        self.extension.stop_flag = StopFlag()
-        self.extension.claims = claims = WorkerClaims()
-        if is_forking(parent):
+        self.extension.begin_worker()
+        claims = self.extension.claims
+        if claims is not None and is_forking(parent):
             claims.socket = _claim_socket(claims)
 
     def start(self, parent: Any) -> None:
@@ -159,6 +159,9 @@ class _LeaseEndStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ha
         if claims is not None and claims.socket is not None:
             claims.socket.close()
             os.environ.pop(PATH_VARIABLE, None)
+        if extension.stop_flag is not None:
+            # It is raised by now, and stays so for who holds it.
+            extension.stop_flag.close()
 
 
 def is_forking(parent: Any) -> bool:

@@ -31,6 +31,7 @@ from celery.app.trace import task_has_custom
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 from kombu import serialization
+from kombu.utils.encoding import safe_repr
 
 from celery_lease import bookkeeping, events, interrupt
 from celery_lease.backoff import UNCOUNTED_ENDS
@@ -516,9 +517,21 @@ class _Attempt:
             self._send_put_off()
             if error is self._failed_by or isinstance(error, Ignore | Reject | BodyAborted):
                 raise
-            # A mistake of ours is no outcome of the job: its lease runs out, and it is given on.
+            # A mistake of ours is no outcome of the job.
             logger.exception("lease.attempt.failed job_id=%s", self._lease.job_id)
+            self._give_up(error)
             raise Ignore("celery-lease failed: the job is given on") from error
+
+    def _give_up(self, error: BaseException) -> None:
+        """Have the job given on; a lease that stayed in the heartbeat would be renewed for ever."""
+        try:
+            vanished = self._runtime.surrender(self._lease, reason=f"celery-lease failed: {error}")
+            if vanished is not None:
+                report_vanished(vanished)
+                self._extension.reaper().follow_up(vanished)
+        except Exception:
+            # It is out of the heartbeat by now: the lease runs out.
+            logger.exception("lease.attempt.failed job_id=%s", self._lease.job_id)
 
     def _send_put_off(self) -> None:
         """Send the message of a retry that Celery will not hear of."""
@@ -809,7 +822,12 @@ def _is_disabled(backend: Any) -> bool:
 def encode_error(task: LeasedTask, error: BaseException) -> bytes:
     """Return an exception as Celery's JSON backends keep it."""
     meta = task.backend.prepare_exception(error, serializer="json")
-    return str(serialization.dumps(meta, "json")[2]).encode()
+    try:
+        return str(serialization.dumps(meta, "json")[2]).encode()
+    except Exception:  # noqa: BLE001  whatever the arguments are: they may be anything
+        # Celery has asked its own serializer, which may be pickle, whether they can be kept.
+        meta = {**meta, "exc_message": [safe_repr(one) for one in error.args]}
+        return str(serialization.dumps(meta, "json")[2]).encode()
 
 
 def _digest(result: bytes | None) -> str | None:
@@ -848,26 +866,28 @@ def _limits_held_back() -> Iterator[Callable[[], None]]:
     Delivered during a claim it would end in Celery as a FAILURE, with errbacks, of a job that
     is still queued. Held back it strikes as the body begins; a refused delivery has none.
     """
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGUSR1)
+    if before is None or threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    signum = signal.SIGUSR1
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+    came: list[int] = []
+
+    # Not by a mask: what one thread blocks is delivered to another, and raised in this one.
+    def hold(number: int, _: Any) -> None:
+        came.append(number)
 
     def let_through() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if signal.getsignal(signal.SIGUSR1) is hold:
+            signal.signal(signal.SIGUSR1, before)
+            if came:
+                signal.raise_signal(signal.SIGUSR1)
 
+    signal.signal(signal.SIGUSR1, hold)
     try:
         yield let_through
     finally:
-        handler = signal.getsignal(signum)
-        if signum not in before and handler is not None:
-            # Ignoring it drops the one that waits; then it can be let through again.
-            signal.signal(signum, signal.SIG_IGN)
-            let_through()
-            signal.signal(signum, handler)
-        else:
-            let_through()
+        if signal.getsignal(signal.SIGUSR1) is hold:
+            signal.signal(signal.SIGUSR1, before)
 
 
 def _settle(sender: Any = None, **_: Any) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from celery.worker import state
 
 from celery_lease import events
-from celery_lease.exceptions import StoreUnavailable
+from celery_lease.exceptions import StoreError
 from celery_lease.owners import OwnerWatch, report_dead_owners
 from celery_lease.reaper import report_vanished
 from celery_lease.records import Held
@@ -52,6 +52,7 @@ MOST_TOLD = 1000
 MOST_OWNERS = 1000
 #: Claims kept of which the pool has not said yet that the job was accepted.
 MOST_EARLY = 1000
+EARLY_SECONDS = 5.0
 
 
 class ForkGate:
@@ -161,14 +162,18 @@ class WorkerThread:
 
     def tell_once(self) -> None:
         """Tell the store what has been collected; what it cannot take now is told later."""
-        while self._told:
+        failed: StoreError | None = None
+        for _ in range(len(self._told)):
             word = self._told.popleft()
             try:
                 with self._gate():
                     word(self._extension.store)
-            except StoreUnavailable:
-                self._told.appendleft(word)
-                raise
+            except StoreError as error:
+                # To the tail: one locked row must not keep the others from being told.
+                self._told.append(word)
+                failed = error
+        if failed is not None:
+            raise failed
 
     def look_for_the_dead(self) -> None:
         """Report the leases of every process of this host that is gone."""
@@ -202,25 +207,26 @@ class WorkerThread:
         look_due = time.monotonic()
         pass_due = time.monotonic() + self._interval_seconds / 2
         while not self._stopping:
-            now = time.monotonic()
-            self._wakeup.wait(max(0.0, min(look_due, pass_due) - now))
+            self._wakeup.wait(max(0.0, min(look_due, pass_due) - time.monotonic()))
             self._wakeup.clear()
-            try:
-                self.tell_once()
-                if time.monotonic() >= look_due:
-                    look_due = time.monotonic() + OWNER_LOOK_SECONDS
-                    self.look_for_the_dead()
-                if time.monotonic() >= pass_due:
-                    pass_due = time.monotonic() + self._interval_seconds / 2
-                    if self._makes_passes and not self._stopping:
-                        self.look_once()
-            except StoreUnavailable as error:
-                events.emit(events.STORE_UNAVAILABLE, worker=node_name(), reason=str(error))
-                # What was not told is told again with the next look, not in a tight loop.
-                look_due = max(look_due, time.monotonic() + OWNER_LOOK_SECONDS)
-            except Exception:
-                # The thread's outer edge: without it this worker never reaps again.
-                logger.exception("lease.pass.failed worker=%s", node_name())
+            # Each by itself: what keeps one from the store need not keep the others.
+            self._try(self.tell_once)
+            if time.monotonic() >= look_due:
+                look_due = time.monotonic() + OWNER_LOOK_SECONDS
+                self._try(self.look_for_the_dead)
+            if time.monotonic() >= pass_due:
+                pass_due = time.monotonic() + self._interval_seconds / 2
+                if self._makes_passes and not self._stopping:
+                    self._try(self.look_once)
+
+    def _try(self, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except StoreError as error:
+            events.emit(events.STORE_UNAVAILABLE, worker=node_name(), reason=str(error))
+        except Exception:
+            # The thread's outer edge: without it this worker never reaps again.
+            logger.exception("lease.pass.failed worker=%s", node_name())
 
 
 class WorkerClaims:
@@ -233,7 +239,7 @@ class WorkerClaims:
     def __init__(self) -> None:
         #: The main process: its children have a copy of this that hears nothing.
         self.pid = os.getpid()
-        self._early: dict[tuple[str, int], Claim] = {}
+        self._early: dict[tuple[str, int], tuple[float, Claim]] = {}
         self._owners: dict[str, None] = {}
         self._told: deque[tuple[float, Claim, str | None]] = deque(maxlen=MOST_TOLD)
         self.socket: ClaimSocket | None = None
@@ -243,14 +249,17 @@ class WorkerClaims:
         self._owners[claim.owner] = None
         if len(self._owners) > MOST_OWNERS:
             self._owners.pop(next(iter(self._owners)))
-        for request in tuple(state.active_requests):
+        for request in _copied(state.active_requests):
             if request.id == claim.job_id and request.worker_pid == claim.pid:
                 if hasattr(request, "on_claimed"):
                     return request.on_claimed(claim)  # type: ignore[no-any-return]
                 return None
+        if claim.job_id not in state.requests:
+            # Of an attempt that has ended: it must not be taken for the job's next one.
+            return None
         if len(self._early) >= MOST_EARLY:
             self._early.pop(next(iter(self._early)))
-        self._early[claim.job_id, claim.pid] = claim
+        self._early[claim.job_id, claim.pid] = (time.monotonic(), claim)
         return None
 
     def has_heard_of(self, owner: str) -> bool:
@@ -272,8 +281,17 @@ class WorkerClaims:
 
     def on_accepted(self, request: Any) -> None:
         """Give a delivery the claim that was heard of before it was accepted."""
-        claim = self._early.pop((request.id, request.worker_pid), None)
-        if claim is not None:
+        at, claim = self._early.pop((request.id, request.worker_pid), (0.0, None))
+        if claim is not None and time.monotonic() - at < EARLY_SECONDS:
             answer = request.on_claimed(claim)
             if self.socket is not None:
                 self.socket.answer(answer, claim.pid)
+
+
+def _copied(requests: Any) -> tuple[Any, ...]:
+    """Copy a set that other threads of a threads pool change meanwhile."""
+    while True:
+        try:
+            return tuple(requests)
+        except RuntimeError:
+            continue

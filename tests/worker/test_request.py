@@ -174,10 +174,14 @@ def test_a_claim_acknowledges_once_and_looks_unacknowledged_to_celery(
 
 
 def test_a_claim_that_is_heard_before_the_delivery_is_accepted_waits_for_it(
-    make_request: Callable[..., LeaseRequest], broker: Broker, extension: Extension
+    make_request: Callable[..., LeaseRequest],
+    broker: Broker,
+    extension: Extension,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two ways from the child, and either may be the faster."""
     request = make_request()
+    monkeypatch.setattr(state, "requests", {"job": request})
     answered: list[Any] = []
     assert extension.claims is not None
     extension.claims.socket = SimpleNamespace(answer=lambda *said: answered.append(said))  # type: ignore[assignment]
@@ -203,12 +207,28 @@ def test_the_claim_of_another_child_is_not_this_deliverys(
     assert broker.told == []
 
 
-def test_claims_that_no_delivery_takes_are_not_kept_for_ever(extension: Extension) -> None:
+def test_claims_that_no_delivery_takes_are_not_kept_for_ever(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert extension.claims is not None
-    for number in range(MOST_EARLY + 10):
-        extension.claims.heard(Claim(f"job{number}", 1, "o", PID, 30.0, 10.0))
+    names = [f"job{number}" for number in range(MOST_EARLY + 10)]
+    monkeypatch.setattr(state, "requests", dict.fromkeys(names))
+    for name in names:
+        extension.claims.heard(Claim(name, 1, "o", PID, 30.0, 10.0))
 
     assert len(extension.claims._early) == MOST_EARLY
+
+
+def test_the_claim_of_an_attempt_that_has_ended_is_not_taken_for_the_jobs_next_one(
+    make_request: Callable[..., LeaseRequest], broker: Broker, extension: Extension
+) -> None:
+    """A short attempt may be over when the word of its claim is read."""
+    assert extension.claims is not None
+    assert extension.claims.heard(CLAIM) is None
+
+    accept(make_request())
+
+    assert broker.told == []
 
 
 def test_with_late_acknowledgement_a_claim_says_nothing_to_the_broker(
