@@ -711,7 +711,9 @@ class BrokerPublisher:
             PublishFailed: the result backend or the broker did not take it.
         """
         request = plain_request(message)
-        if request is None or (request.chord and self._accepts_pickle()):
+        if request is None:
+            return False
+        if outcome.state is JobState.SUCCEEDED and request.chord and self._accepts_pickle():
             # The last part of a chord reads what the others have stored.
             return False
         backend = self._backend(request)

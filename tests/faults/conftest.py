@@ -21,11 +21,37 @@ from tests.worker.conftest import *  # noqa: F403  # pytest-celery's clusters, a
 HERE = Path(__file__).parent
 
 
+#: What takes ten seconds and more, and has a sibling on another broker, pool or database that stays.
+LONG = (
+    "test_a_child_that_is_replaced_for_its_memory_is_no_loss",
+    "test_with_late_acknowledgement_a_message_given_out_again_is_refused",
+    "test_an_eta_beyond_the_consumer_timeout_ends_workers",
+    "test_a_retry_that_waits_longer_than_the_brokers_patience",
+    "test_a_broker_that_is_away_for_three_leases_costs_no_lease[rabbitmq]",
+    "test_a_broker_restarted_twice_leaves_no_worker_deaf[rabbitmq]",
+    "test_a_way_to_the_broker_that_swallows_everything_costs_no_second_run[rabbitmq-late]",
+    "test_a_way_to_the_broker_that_swallows_everything_costs_no_second_run[redis-late]",
+    "test_waiting_jobs_survive_stops_under_load[rabbitmq]",
+    "test_a_body_renews_and_completes_during_a_warm_shutdown[rabbitmq]",
+    "test_a_job_is_handed_over_at_once_though_its_worker_has_another_to_end[rabbitmq-soft]",
+    "test_a_body_that_waits_in_a_driver_is_renewed[threads]",
+    "test_whatever_a_frozen_worker_says_when_it_wakes_changes_nothing[1-finished]",
+    "test_a_broker_that_is_away_for_three_leases_costs_a_thread_no_lease",
+    "test_a_lease_that_was_given_up_is_renewed_by_nobody[child]",
+    "test_after_an_outage_of_two_leases_each_job_has_one_outcome_and_the_log_a_few_lines[worker]",
+    "test_eight_processes_that_renew_all_the_time_fail_no_job",
+    "test_a_job_that_is_locked_longer_than_its_lease_costs_an_attempt_and_no_worker[mariadb]",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let Celery's result backend warn where a pass of ours, in this process, stores a failure."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore:Call to deprecated setex"))
+            if item.name.startswith(LONG):
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ def stage(
     make_stage: Callable[..., Stage], enter: Callable[[AbstractContextManager[Any]], Any]
 ) -> Stage:
     """A stage whose jobs are given up at the third loss, with a reaper beside the workers."""
-    stage = make_stage(lease_max_attempts=3, lease_duration=2.0)
+    # A child may die before it has settled what it did a moment ago.
+    stage = make_stage(lease_max_attempts=3, lease_duration=2.0, lease_settle_grace=5.0)
     enter(stage.passes(every=0.5))
     return stage
 

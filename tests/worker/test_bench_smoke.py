@@ -43,6 +43,7 @@ def test_a_quick_bench_runs_and_a_job_is_submitted_by_one_statement_and_run_by_t
         assert results["beat"][-1]["hot_share"] >= 0.9
 
 
+@pytest.mark.long
 @pytest.mark.timeout(170)
 def test_the_recovery_from_each_end_of_a_runner_is_measured(tmp_path: Path):
     results = bench(tmp_path, "--parts", "recovery", "--kills", "1")

@@ -349,14 +349,13 @@ def test_as_the_apps_task_class_it_leaves_celerys_own_tasks_alone(cls: Any) -> N
 
 
 def test_late_acknowledgement_cannot_be_switched_off(lonely_app: Celery) -> None:
-    lonely_app.conf.update(task_acks_late=False, task_reject_on_worker_lost=False)
+    lonely_app.conf.update(task_acks_late=False)
 
     @lonely_app.task(base=LeasedTask, shared=False, acks_late=False)
     def work() -> None:
         """Do nothing."""
 
     assert work.acks_late is True
-    assert work.reject_on_worker_lost is True
 
 
 def test_an_unknown_option_is_refused_with_its_name_and_the_nearest(lonely_app: Celery) -> None:

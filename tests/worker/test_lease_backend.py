@@ -739,7 +739,9 @@ def published(app: Celery) -> list[tuple[str, Any]]:
         while len(queue):
             message = queue.get_nowait()
             message.ack()
-            found.append((message.headers["id"], (message.payload[0] or [None])[0]))
+            # What others have left in that queue is no task.
+            if "id" in message.headers:
+                found.append((message.headers["id"], (message.payload[0] or [None])[0]))
     return found
 
 
