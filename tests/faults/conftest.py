@@ -21,7 +21,7 @@ from tests.worker.conftest import *  # noqa: F403  # pytest-celery's clusters, a
 HERE = Path(__file__).parent
 
 
-#: What takes ten seconds and more, and has a sibling on another broker, pool or database that stays.
+#: What takes ten seconds and more, and has a sibling on another broker, pool or database.
 LONG = (
     "test_a_child_that_is_replaced_for_its_memory_is_no_loss",
     "test_with_late_acknowledgement_a_message_given_out_again_is_refused",
