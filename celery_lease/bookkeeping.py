@@ -75,9 +75,12 @@ def is_chord_unsent(backend: Any, group_id: str | None) -> bool:
         return False
     try:
         claim = backend.client.get(backend.get_key_for_group(group_id, ".c"))
+        if claim is None or claim == _DONE:
+            return False
+        # A chord that has failed keeps its claim, and no longer its size.
+        return bool(backend.client.exists(backend.get_key_for_group(group_id, ".s")))
     except Exception:  # noqa: BLE001  in doubt it is told once more
         return True
-    return claim is not None and claim != _DONE
 
 
 signals.task_postrun.connect(_end, weak=False)

@@ -374,7 +374,7 @@ def test_eight_processes_that_renew_all_the_time_fail_no_job(
         assert trouble not in worker.log(), worker.log()
 
 
-@counts(100, 500)
+@counts(200, 500)
 def test_four_processes_on_one_sqlite_file_meet_no_error(
     count: int, make_stage: Callable[..., Stage]
 ) -> None:

