@@ -5,10 +5,10 @@ PYTHON ?= python3
 VENV   := .venv
 ARGS   ?=
 
-# Each worker of the test run has servers of its own, and most of its time is waiting: at least
-# two even on one core, not more than four, since the servers need memory.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); \
-	if [ "$$n" -lt 2 ]; then n=2; elif [ "$$n" -gt 4 ]; then n=4; fi; echo "$$n")
+# Each worker of the test run has servers of its own, and most of its time is waiting: one more than
+# there are cores, not more than four, since the servers need memory.
+JOBS ?= $(shell n=$$(( $$(nproc 2>/dev/null || echo 2) + 1 )); \
+	if [ "$$n" -gt 4 ]; then n=4; fi; echo "$$n")
 
 # A venv is bound to the folder it was made in and to its Python; it is made again when one of them
 # has changed. A stamp is written last: a venv that failed half way leaves a folder with a
