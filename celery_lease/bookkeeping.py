@@ -13,11 +13,11 @@ Until then a replay sends nothing, so the job is not settled yet, and is replaye
 from __future__ import annotations
 
 import signal
-import threading
-from types import FrameType
 from typing import Any
 
 from celery import signals
+
+from celery_lease.held_signals import hold, let_go
 
 #: What would be raised in the middle: stop signals of a child (billiard 4.2 to 4.3, ``common.py``)
 #: and the soft time limit.
@@ -25,43 +25,25 @@ _HELD = (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1)
 #: What Celery leaves in a chord's claim when its body was sent.
 _DONE = b"done"
 
-_handlers: dict[signal.Signals, Any] = {}
-_waiting: list[int] = []
+_is_open = False
 
 
 def begin() -> None:
     """Hold stop signals and the soft time limit back, until Celery's ``task_postrun``.
 
-    By handlers, not by a mask: a signal that one thread blocks is delivered to another one, and
-    raised in the main thread all the same. For a child's main thread: in a worker's main process a
-    stop signal raises nothing.
+    For a child: in a worker's main process a stop signal raises nothing.
     """
-    if _handlers or threading.current_thread() is not threading.main_thread():
-        return
-    for number in _HELD:
-        handler = signal.getsignal(number)
-        # None was not installed by Python, and could not be restored.
-        if handler is not None:
-            _handlers[number] = handler
-            signal.signal(number, _wait)
-
-
-def _wait(number: int, frame: FrameType | None) -> None:
-    del frame
-    _waiting.append(number)
+    global _is_open  # noqa: PLW0603  a process has one main thread, and one task in it
+    # Begun again without an end, it is still one hold: there will be one end.
+    _is_open = _is_open or hold(_HELD)
 
 
 def _end(**_: Any) -> None:
-    if not _handlers or threading.current_thread() is not threading.main_thread():
-        return
-    for number, handler in _handlers.items():
-        signal.signal(number, handler)
-    _handlers.clear()
-    # The body is over: a limit that has come meanwhile limits nothing.
-    waiting = sorted({*_waiting} - {signal.SIGUSR1})
-    _waiting.clear()
-    for one in waiting:
-        signal.raise_signal(one)
+    global _is_open  # noqa: PLW0603  see above
+    if _is_open:
+        _is_open = False
+        # The body is over: a limit that has come meanwhile limits nothing.
+        let_go(_HELD, dropped={signal.SIGUSR1})
 
 
 def is_chord_unsent(backend: Any, group_id: str | None) -> bool:

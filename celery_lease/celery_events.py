@@ -76,7 +76,7 @@ _FINAL: Final[Mapping[str, str]] = MappingProxyType(
 def told(event: Event) -> Told:
     """Return the events of Celery's stream that one of ours makes: type and fields, in order.
 
-    .. versionadded:: 0.2
+    .. versionadded:: 0.1
     """
     make = _MAKERS.get(event.name)
     return [] if make is None else make(event.fields)

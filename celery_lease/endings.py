@@ -42,7 +42,6 @@ class Gone:
         job_id: the job.
         pid: the child.
         lease: the lease it held, None when the main process has not heard of one.
-        message_version: of the delivery.
         dispatch_count: of the delivery, None when its message does not say.
         reason: how it ended, one line.
         is_stopping: True when the worker had been asked to stop.
@@ -51,7 +50,6 @@ class Gone:
     job_id: str
     pid: int | None
     lease: Held | None
-    message_version: int
     dispatch_count: int | None
     reason: str
     is_stopping: bool
@@ -124,7 +122,8 @@ def settle_told(
         ):
             continue
         found = queries.outcome(store, lease.job_id)
-        if found is not None and found[0].fencing_token == lease.fencing_token:
+        # Another attempt's has another token, and is not settled by this one's.
+        if found is not None:
             outcomes.append((lease.job_id, lease.fencing_token, found[0].finished_at))
     transitions.settle(store, outcomes)
 

@@ -4,6 +4,8 @@ Everything below this floor is given what it needs through its constructor; only
 reads ``app.conf`` (with ``get``: ``add_defaults`` would override the user, celery-facts §11)
 and keeps one ``Extension`` an app. Nothing here connects: the store is reached at its first
 use in a process.
+
+It is long because it is the only one: two wirings would each have to know what the other has done.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Extension:
         self._owner_folder: OwnerFolder | None = None
         self._runtimes = PerProcess(self._make_runtime)
         self._task_settings: dict[str, TaskSettings] = {}
-        #: Set while a worker runs in this process; its children inherit the last two.
+        #: Set while a worker runs in this process. Forked children have copies of them, of which
+        #: only the flag and the event stream are of use there.
         self.worker_thread: worker.WorkerThread | None = None
         self.claims: worker.WorkerClaims | None = None
         self.stop_flag: StopFlag | None = None
@@ -164,8 +167,7 @@ class Extension:
             owner_folder=self.owner_folder,
             teller=self._make_teller(),
             stop_flag=self.stop_flag,
-            is_child=PATH_VARIABLE in os.environ
-            and not (self.claims is not None and self.claims.pid == os.getpid()),
+            is_child=self._is_child(),
             on_vanished=lambda vanished: self.reaper().follow_up(vanished),
             prepare=lambda: ensure_schema(
                 self.raw_store, auto_migrate=self.settings.store_auto_migrate
@@ -174,7 +176,7 @@ class Extension:
 
     def _make_teller(self) -> Teller | None:
         """Return how this process says to its worker's main process what it has claimed."""
-        if self.claims is not None and self.claims.pid == os.getpid():
+        if self.claims is not None and not self._is_child():
             return LocalTeller(self.claims.heard)
         path = os.environ.get(PATH_VARIABLE)
         if path is None:
@@ -185,6 +187,12 @@ class Extension:
             # Its messages are acknowledged at the end of the attempt.
             logger.warning("lease.claim.untold problem=%r", str(error))
             return None
+
+    def _is_child(self) -> bool:
+        """Tell whether this is a process of a worker's pool: forked from one, or spawned."""
+        if self.claims is not None:
+            return self.claims.pid != os.getpid()
+        return PATH_VARIABLE in os.environ
 
     def check_at_start(self) -> None:
         """Check the app's settings and the options of all its leased tasks together.

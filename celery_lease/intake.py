@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 #: Redis answers the end of our half of the connection at once; a dead one must not keep us.
 REDIS_SECONDS = 0.5
-
-
 #: Whose code must not be entered again while it is half way through: it shares one buffer for all
 #: that it writes.
 _TRANSPORTS = ("amqp.", "redis.", "kombu.transport.", "vine.")
@@ -64,9 +62,6 @@ def _end_redis_wait(channel: Any) -> None:
     sock = getattr(channel._in_poll or None, "_sock", None)  # noqa: SLF001  as above
     if sock is None or isinstance(sock, ssl.SSLSocket):
         # Nothing is under way. TLS has no half-close: it ends by itself, after a second.
-        return
-    if channel.connection.cycle._in_protected_read:  # noqa: SLF001  as above
-        # The signal has interrupted the reading of its answer.
         return
     sock.settimeout(REDIS_SECONDS)
     # Redis drops a client that has ended its half; what it had sent before can still be read.

@@ -242,7 +242,7 @@ def here(job_id: str, fencing_token: int, *, is_wanted: bool) -> Interruption:
         fencing_token: which lease.
         is_wanted: ``lease_interrupt``.
 
-    .. versionadded:: 0.2
+    .. versionadded:: 0.1
     """
     if _is_in_greenlet():
         gevent = _gevent()

@@ -10,6 +10,9 @@ error, or a network file system, whose locks are another host's business. A proc
 stopped keeps its lock. ``flock`` and not POSIX ``lockf``, which any ``close`` of the file frees.
 
 What it is not: it asks nothing of ``/proc`` about a process: ids come back.
+
+One file, although it is long: who makes a file, who tries its lock and who sweeps it must agree on
+every step, and are read against each other.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ class OwnerFolder:
     def problem(self) -> str | None:
         """Make the folder and say why it cannot be used; None when it can.
 
-        .. versionadded:: 0.2
+        .. versionadded:: 0.1
         """
         try:
             with suppress(FileExistsError):

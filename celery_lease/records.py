@@ -2,6 +2,9 @@
 
 Durations are seconds (float). Instants are aware UTC datetimes. What Celery serialised
 (headers, properties, body, results) is carried as text or bytes and never decoded here.
+
+It is long because each field is described, and one file because a value is read beside its
+neighbours.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from celery.worker.state import task_ready
 from celery_lease import events
 from celery_lease.claims import Answer, Claim
 from celery_lease.deaths import death_reason
-from celery_lease.dispatch import RECORDED_HEADER, VERSION_HEADER, dispatch_count_of
+from celery_lease.dispatch import RECORDED_HEADER, dispatch_count_of
 from celery_lease.endings import Gone, limit_exceeded, runner_lost, settle_told
 from celery_lease.extension import Extension, extension_of
 from celery_lease.records import Held
@@ -218,7 +218,6 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
             job_id=self.id,
             pid=self.worker_pid,
             lease=None if claim is None else Held(claim.job_id, claim.fencing_token, claim.owner),
-            message_version=self._request_dict.get(VERSION_HEADER) or 1,
             dispatch_count=dispatch_count_of(self._request_dict),
             reason=death_reason(error),
             is_stopping=self._is_stopping(),

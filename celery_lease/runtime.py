@@ -3,6 +3,9 @@
 What it is not: it knows no Celery. ``task`` asks it to claim a delivery and to end an attempt;
 it adds the heartbeat, patience during short outages of the store, and the record of what came
 too late.
+
+One file, although it is long: each way for an attempt to end stands beside the others, so that it
+shows that all of them take the lease out of the heartbeat first.
 """
 
 from __future__ import annotations
@@ -14,16 +17,17 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import TypeVar
 
 from celery_lease import events
 from celery_lease.backoff import full_jitter
-from celery_lease.claims import Answer, Claim, Teller
+from celery_lease.claims import Teller
 from celery_lease.exceptions import StoreUnavailable
 from celery_lease.heartbeat import Heartbeat, Settled
 from celery_lease.lease import Lease
+from celery_lease.link import WorkerLink
 from celery_lease.native import NativeThread, is_patched
 from celery_lease.owners import OwnerFile, OwnerFolder
 from celery_lease.reaper import report_vanished
@@ -51,11 +55,6 @@ logger = logging.getLogger(__name__)
 #: Waits between two tries of a store that is away, seconds: first and longest.
 PATIENCE_FIRST_SECONDS = 0.1
 PATIENCE_LONGEST_SECONDS = 2.0
-#: A body that doubts its lease waits so long at most for the main process's word.
-ANSWER_SECONDS = 1.0
-#: A body that a signal ends waits so long for the word that its worker stops, and looks so often.
-STOP_WORD_SECONDS = 0.5
-STOP_POLL_SECONDS = 0.01
 #: An outcome is tried at least this long, even if the lease is nearly over.
 SHORTEST_PATIENCE_SECONDS = 2.0
 
@@ -85,7 +84,7 @@ class Runtime:
         teller: says to the worker's main process what was claimed, None where there is none.
         stop_flag: raised when the worker is asked to stop, None outside of a worker.
         is_child: True in a process of a worker's pool.
-        on_vanished: does at once what a stalled job needs next; may block.
+        on_vanished: does at once what the job of a runner that gave up needs next; may block.
         monotonic: the clock of local deadlines.
         sleep: waits during an outage.
     """
@@ -111,7 +110,7 @@ class Runtime:
         self.worker = worker
         self.owner = owner_name()
         self._owner_file = None if owner_folder is None else OwnerFile(owner_folder, self.owner)
-        self._teller = teller
+        self.link = WorkerLink(teller, owner=self.owner, monotonic=monotonic, sleep=sleep)
         self._stop_flag = stop_flag
         self._is_child = is_child
         self._stop_watch: threading.Thread | None = None
@@ -124,7 +123,7 @@ class Runtime:
             renew=lambda renewals: transitions.renew(self._threads_store, renewals),
             settle=lambda outcomes: transitions.settle(self._threads_store, outcomes),
             worker=worker,
-            before_beat=self._say_and_hear,
+            before_beat=self.link.talk,
             on_stalled=self._give_up_stalled,
             monotonic=monotonic,
         )
@@ -184,8 +183,8 @@ class Runtime:
         # first send; a renewal then says how long the lease really has.
         lease = self._hold(answer, task_settings, sends[0])
         try:
-            self._say_and_hear({})
-            self._say(lease)
+            self.link.talk({})
+            self.link.say(lease)
             self._watch_for_stop()
             if len(sends) > 1:
                 self.confirm(lease)
@@ -203,10 +202,8 @@ class Runtime:
             sent_at=sent_at,
             on_surrender=self._renew_no_more,
             on_checkpoint=self.heartbeat.beat_soon,
-            on_doubt=self._ask_again,
-            from_worker=task_settings.heartbeat_from is HeartbeatFrom.WORKER
-            and self._teller is not None
-            and self._teller.is_apart,
+            on_doubt=self.link.ask,
+            from_worker=task_settings.heartbeat_from is HeartbeatFrom.WORKER and self.link.is_apart,
             stop_flag=self._stop_flag,
             stall_timeout_seconds=task_settings.stall_timeout_seconds,
             monotonic=self._monotonic,
@@ -228,99 +225,13 @@ class Runtime:
         )
         return lease
 
-    # -- the worker's main process -------------------------------------------------------------
-
-    def _say(self, lease: Lease) -> None:
-        if self._teller is None:
-            return
-        claim = Claim(
-            job_id=lease.job_id,
-            fencing_token=lease.fencing_token,
-            owner=self.owner,
-            pid=os.getpid(),
-            lease_seconds=lease.lease_seconds,
-            heartbeat_seconds=lease.heartbeat_seconds,
-            from_worker=lease.from_worker,
-        )
-        try:
-            self._teller.tell(claim)
-        except Exception:
-            # In one process it is a call: what the broker says to an acknowledgement, say. The
-            # message is acknowledged at the end of the attempt.
-            logger.exception("lease.claim.untold job_id=%s", lease.job_id)
-
     def _renew_no_more(self, lease: Lease) -> None:
         """Take a lease that was given up out of the heartbeat, and out of the main process's."""
         self.heartbeat.remove(lease)
         if lease.from_worker:
             lease.from_worker = False
             # One that is lost on the way is no harm: nobody else speaks for that lease any more.
-            self._say(lease)
-
-    def _say_and_hear(
-        self, leases: Mapping[tuple[str, int], Lease]
-    ) -> Mapping[tuple[str, int], str]:
-        """Say again what was not answered, and take the answers; never blocks.
-
-        Returns:
-            The leases that the main process found lost, with the reason.
-        """
-        lost: dict[tuple[str, int], str] = {}
-        if self._teller is None:
-            return lost
-        for answer in self._teller.answers():
-            self._take(answer, leases, lost)
-        for lease in leases.values():
-            # The word of a lease that the main process renews is the sign of life it waits for.
-            # In one process it was heard at once, and the heartbeat's thread must not acknowledge.
-            if self._teller.is_apart and (not lease.is_known or lease.from_worker):
-                self._say(lease)
-        return lost
-
-    def is_stop(self, lease: Lease) -> bool:
-        """Tell whether the signal that ends a body is a stop of its worker.
-
-        The signal may come a moment before the word. Anything else, as a revocation or a stranger's
-        ``kill``, is the main process's to judge, and has the same moment to reach the store.
-        """
-        until = self._monotonic() + STOP_WORD_SECONDS
-        while not lease.stop_requested and self._monotonic() < until:
-            self._say_and_hear({(lease.job_id, lease.fencing_token): lease})
-            self._sleep(STOP_POLL_SECONDS)
-        return lease.stop_requested
-
-    def _ask_again(self, lease: Lease) -> None:
-        """Ask the main process for its last renewal: this one's heartbeat may have been starved.
-
-        Called by the body, whose lease looks lost by its own clock.
-        """
-        if self._teller is None or not lease.from_worker:
-            return
-        leases = {(lease.job_id, lease.fencing_token): lease}
-        lost: dict[tuple[str, int], str] = {}
-        self._say_and_hear(leases)
-        for answer in self._teller.answers(wait_seconds=ANSWER_SECONDS):
-            self._take(answer, leases, lost)
-            if not lease.is_past:
-                return
-
-    @staticmethod
-    def _take(
-        answer: Answer,
-        leases: Mapping[tuple[str, int], Lease],
-        lost: dict[tuple[str, int], str],
-    ) -> None:
-        key = (answer.job_id, answer.fencing_token)
-        lease = leases.get(key)
-        if lease is None:
-            return
-        lease.is_known = True
-        lease.is_acknowledged |= answer.acknowledged
-        lease.is_told_to_stop |= answer.stopping
-        if answer.sent_at is not None:
-            lease.renewed_by_worker(answer.sent_at)
-        if answer.lost is not None:
-            lost[key] = answer.lost
+            self.link.say(lease)
 
     def _watch_for_stop(self) -> None:
         """Have it written soon that the body was asked to stop: its process may be killed soon."""
@@ -420,7 +331,12 @@ class Runtime:
             events.emit(events.STORE_UNAVAILABLE, worker=self.worker, reason=str(error))
 
     def surrender(self, lease: Lease, *, reason: str) -> Vanished | None:
-        """End an attempt whose lease was given up; None when it had ended already."""
+        """End an attempt whose lease was given up, and have its job given on at once.
+
+        Returns:
+            What the policy did. None: the attempt had ended already, or the store is away; then the
+            lease runs out, and a pass gives the job on.
+        """
         self._renew_no_more(lease)
         try:
             vanished = transitions.lost(
@@ -430,12 +346,12 @@ class Runtime:
                 reason=reason,
                 lost_backoff=self.settings.lost_backoff,
             )
+            if vanished is not None:
+                report_vanished(vanished)
+                self._on_vanished(vanished)
         except StoreUnavailable as error:
-            # Its end is written by the reaper then, when the lease has run out.
             events.emit(events.STORE_UNAVAILABLE, worker=self.worker, reason=str(error))
             return None
-        if vanished is not None:
-            report_vanished(vanished)
         return vanished
 
     def _give_up_stalled(self, lease: Lease) -> None:
@@ -491,8 +407,7 @@ class Runtime:
     def stop(self) -> None:
         """Write what is left and end the thread."""
         self.heartbeat.stop()
-        if self._teller is not None:
-            self._teller.close()
+        self.link.close()
         # With a lease left, in a thread that nobody waits for, its file tells its end at once.
         if self._owner_file is not None and self.heartbeat.is_empty:
             self._owner_file.remove()

@@ -19,7 +19,6 @@ import functools
 import hashlib
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -62,6 +61,7 @@ from celery_lease.exceptions import (
     StoreUnavailable,
 )
 from celery_lease.extension import Extension, check_options, extension_of, install, is_leased
+from celery_lease.held_signals import hold, let_go
 from celery_lease.keys import template_problem, unknown_fields
 from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
 from celery_lease.outcomes import failure_of, type_name
@@ -499,7 +499,6 @@ class _Attempt:
         self._extension = delivery._extension  # noqa: SLF001
         self._runtime = delivery._runtime  # noqa: SLF001
         self._lease = lease
-
         #: What Celery is to see as the failure of the task, recorded as such.
         self._failed_by: BaseException | None = None
 
@@ -525,10 +524,7 @@ class _Attempt:
     def _give_up(self, error: BaseException) -> None:
         """Have the job given on; a lease that stayed in the heartbeat would be renewed for ever."""
         try:
-            vanished = self._runtime.surrender(self._lease, reason=f"celery-lease failed: {error}")
-            if vanished is not None:
-                report_vanished(vanished)
-                self._extension.reaper().follow_up(vanished)
+            self._runtime.surrender(self._lease, reason=f"celery-lease failed: {error}")
         except Exception:
             # It is out of the heartbeat by now: the lease runs out.
             logger.exception("lease.attempt.failed job_id=%s", self._lease.job_id)
@@ -687,9 +683,7 @@ class _Attempt:
         if isinstance(error, HandOver):
             self._release("hand-over")
             return Ignore("handed over")
-        vanished = self._runtime.surrender(self._lease, reason=str(error))
-        if vanished is not None:
-            self._extension.reaper().follow_up(vanished)
+        self._runtime.surrender(self._lease, reason=str(error))
         return Ignore(str(error))
 
     def _torn_down(self, error: BaseException) -> None:
@@ -704,12 +698,10 @@ class _Attempt:
                     # The main process says the same; whoever is first, Celery is told once.
                     self._fail(TimeLimitExceeded(limit), settled=False)
                     return
-                if self._runtime.is_stop(self._lease):
+                if self._runtime.link.is_stop(self._lease):
                     self._release("stopped")
                     return
-        vanished = self._runtime.surrender(self._lease, reason=f"{type(error).__name__}: {error}")
-        if vanished is not None:
-            self._extension.reaper().follow_up(vanished)
+        self._runtime.surrender(self._lease, reason=f"{type(error).__name__}: {error}")
 
     def _hard_limit_passed(self) -> float | None:
         """Return the hard time limit that this attempt has passed, None if it has not."""
@@ -749,9 +741,7 @@ class _Attempt:
     def _release(self, reason: str, *, delay_seconds: float = 0.0) -> None:
         if self._released_too_often():
             # Given back again and again, it would go round for ever: from now on it counts.
-            vanished = self._runtime.surrender(self._lease, reason=f"{reason}, too often")
-            if vanished is not None:
-                self._extension.reaper().follow_up(vanished)
+            self._runtime.surrender(self._lease, reason=f"{reason}, too often")
             return
         answer = self._finish(
             lambda parting: transitions.release(
@@ -866,28 +856,20 @@ def _limits_held_back() -> Iterator[Callable[[], None]]:
     Delivered during a claim it would end in Celery as a FAILURE, with errbacks, of a job that
     is still queued. Held back it strikes as the body begins; a refused delivery has none.
     """
-    before = signal.getsignal(signal.SIGUSR1)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    came: list[int] = []
-
-    # Not by a mask: what one thread blocks is delivered to another, and raised in this one.
-    def hold(number: int, _: Any) -> None:
-        came.append(number)
+    limits = {signal.SIGUSR1}
+    is_held = hold(limits)
 
     def let_through() -> None:
-        if signal.getsignal(signal.SIGUSR1) is hold:
-            signal.signal(signal.SIGUSR1, before)
-            if came:
-                signal.raise_signal(signal.SIGUSR1)
+        nonlocal is_held
+        if is_held:
+            is_held = False
+            let_go(limits)
 
-    signal.signal(signal.SIGUSR1, hold)
     try:
         yield let_through
     finally:
-        if signal.getsignal(signal.SIGUSR1) is hold:
-            signal.signal(signal.SIGUSR1, before)
+        if is_held:
+            let_go(limits, dropped=limits)
 
 
 def _settle(sender: Any = None, **_: Any) -> None:

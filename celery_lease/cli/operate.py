@@ -28,10 +28,10 @@ _reason = click.option("--reason", required=True, help="Who says so, and why; ke
 @json_option
 @click.pass_context
 def cancel(ctx: click.Context, *, job_id: str, reason: str, as_json: bool) -> None:
-    """End a job that is not final yet; a running body stops at its next check()."""
+    """End a job that is not final yet; a running body is interrupted at its next heartbeat."""
     extension = extension_of(app_of(ctx))
     reached = transitions.cancel(extension.store, job_id, reason=reason)
-    _report(job_id, reached, JobState.CANCELLED, as_json=as_json)
+    _report(job_id, reached, JobState.CANCELLED, instead=_no_cancel, as_json=as_json)
     extension.reaper().settle_now(job_id)
 
 
@@ -44,12 +44,40 @@ def resume(ctx: click.Context, *, job_id: str, reason: str, as_json: bool) -> No
     """Run a held or a final job again; its attempts are kept, its counts begin anew."""
     extension = extension_of(app_of(ctx))
     reached = transitions.resume(extension.store, job_id, reason=reason)
-    _report(job_id, reached, JobState.QUEUED, as_json=as_json)
+    _report(job_id, reached, JobState.QUEUED, instead=_no_resume, as_json=as_json)
     extension.reaper().send_now(job_id)
 
 
-def _report(job_id: str, reached: JobState | None, wanted: JobState, *, as_json: bool) -> None:
+def _no_cancel(reached: JobState) -> str:
+    del reached
+    return "it has ended already"
+
+
+def _no_resume(reached: JobState) -> str:
+    if not reached.is_final and reached is not JobState.HELD:
+        return "it has not ended; to begin anew, cancel it first"
+    return (
+        "another job has its idempotency key, or Celery has not been told of its end yet: see "
+        "'celery lease timeline', wait for that, and try again"
+    )
+
+
+def _report(
+    job_id: str,
+    reached: JobState | None,
+    wanted: JobState,
+    *,
+    instead: Callable[[JobState], str],
+    as_json: bool,
+) -> None:
     """Say which state a job is in now.
+
+    Args:
+        job_id: the job.
+        reached: its state, None when there is no such job.
+        wanted: the state it was to reach.
+        instead: says why a job in another state was not changed, and what to do.
+        as_json: for programs.
 
     Raises:
         JobNotFound: there is no such job.
@@ -58,7 +86,8 @@ def _report(job_id: str, reached: JobState | None, wanted: JobState, *, as_json:
     if reached is None:
         raise JobNotFound(job_id)
     if reached is not wanted:
-        raise click.ClickException(f"job {job_id} is {reached}: nothing was changed")
+        problem = f"job {job_id} is {reached}: nothing was changed; {instead(reached)}"
+        raise click.ClickException(problem)
     if as_json:
         print_json({"job": job_id, "state": reached.value})
     else:

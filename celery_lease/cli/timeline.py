@@ -159,7 +159,8 @@ def _rejected(attempt: Attempt) -> str:
 
 
 def _accepted(job: Job) -> str | None:
-    if job.accepted_attempt is None:
+    # 0 is the outcome of the job that it follows: its state says which.
+    if not job.accepted_attempt:
         return "no attempt's outcome" if job.is_final else None
     late = ", after its lease had ended and before anybody took over" if job.accepted_late else ""
     return f"attempt {job.accepted_attempt}{late}"

@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
-from tests.examples.test_quickstart import run
 from tests.support.waiting import eventually
 from tests.support.workers import ROOT, CeleryWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 EXAMPLE = ROOT / "examples" / "deploys"
 ROWS = 60
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A stranger's copy of the example."""
-    return shutil.copytree(EXAMPLE, tmp_path / "deploys")
-
-
-@pytest.fixture
-def env() -> dict[str, str]:
-    """Finds the package where it is not installed."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
 def test_a_stopped_worker_s_job_goes_on_with_the_next_row(
-    project: Path, env: dict[str, str], start_worker: Callable[..., CeleryWorker]
+    project: Path,
+    env: dict[str, str],
+    run: Callable[[str], str],
+    start_worker: Callable[..., CeleryWorker],
 ) -> None:
     options = {"cwd": project, "env": env, "concurrency": 1, "lean": False, "loglevel": "WARNING"}
     old = start_worker("tasks", name="old", ready=False, **options)
-    job_id = run(project, env, "submit.py").strip()
+    job_id = run("submit.py").strip()
     old.wait_log("row 5,", timeout=30)
     new = start_worker("tasks", name="new", ready=False, **options)
 
@@ -50,11 +35,11 @@ def test_a_stopped_worker_s_job_goes_on_with_the_next_row(
     new.wait_log(f"row {ROWS - 1},", timeout=60)
 
     eventually(
-        lambda: f"succeeded {job_id} lost 0" in run(project, env, "look.py"),
+        lambda: f"succeeded {job_id} lost 0" in run("look.py"),
         timeout=20,
         interval=0.5,
     )
-    seen = run(project, env, "look.py")
+    seen = run("look.py")
     assert re.search(r"token 1: old@test released hand-over", seen), seen
     assert re.search(r"token 2: new@test completed", seen), seen
     rows = [int(row) for row in re.findall(r"row (\d+), by", old.log() + new.log())]

@@ -2,59 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import pytest
 
 from tests.support.waiting import eventually
 from tests.support.workers import ROOT, CeleryWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 EXAMPLE = ROOT / "examples" / "quickstart"
 PAGES = 20
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A stranger's copy of the example."""
-    return shutil.copytree(EXAMPLE, tmp_path / "quickstart")
-
-
-@pytest.fixture
-def env() -> dict[str, str]:
-    """Finds the package where it is not installed, and none of the caller's brokers."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def run(project: Path, env: dict[str, str], script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=project,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_killed_worker_s_job_goes_on_from_its_checkpoint(
-    project: Path, env: dict[str, str], start_worker: Callable[..., CeleryWorker]
+    project: Path,
+    env: dict[str, str],
+    run: Callable[[str], str],
+    start_worker: Callable[..., CeleryWorker],
 ) -> None:
     options = {"cwd": project, "env": env, "concurrency": 1, "lean": False}
     one = start_worker("tasks", name="one", **options)
-    job_id = run(project, env, "submit.py").strip()
+    job_id = run("submit.py").strip()
 
     # The pages go on while the store is asked: it has a checkpoint after about a second.
     eventually(lambda: len(list((project / "pages").iterdir())) >= 5, timeout=30)
@@ -63,11 +33,9 @@ def test_a_killed_worker_s_job_goes_on_from_its_checkpoint(
     start_worker("tasks", name="two", **options)
 
     eventually(lambda: len(list((project / "pages").iterdir())) == PAGES, timeout=60)
-    eventually(
-        lambda: f"succeeded {job_id}" in run(project, env, "look.py"), timeout=20, interval=0.5
-    )
+    eventually(lambda: f"succeeded {job_id}" in run("look.py"), timeout=20, interval=0.5)
     assert half_done < PAGES
-    seen = run(project, env, "look.py")
+    seen = run("look.py")
     assert re.search(r"token 1: one@test lost", seen), seen
     assert re.search(r'token 2: two@test completed \{"done":20,"total":20\}', seen), seen
     pages = [page.read_text() for page in sorted((project / "pages").iterdir())]

@@ -34,7 +34,7 @@ def test_jobs_longer_than_the_grace_end_under_rolling_restarts(
 
     for turn in itertools.count():
         leaving = fleet[turn % 2]
-        time.sleep(1.0)
+        time.sleep(1.0)  # the time between two restarts of a deploy; nothing is waited for
         if all_done(stage, count):
             break
         stops[restart(leaving)] += 1

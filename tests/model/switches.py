@@ -10,9 +10,10 @@ the lease lives on the attempt row (§3)     locks and HOT updates: ``tests/stor
 a renewal skips locked rows (§4)            a step is one commit: ``tests/store/test_renew.py``
 lock order, READ COMMITTED, FOUND_ROWS      one commit is atomic: ``tests/store``
 the deadline counts from the send (§5)      a renewal and its reply are one step: ``tests/runtime``
-the key is held while not final (§9)        idempotency keys belong to a later release
+the key is held while not final (§9)        a unique index, not a step: ``tests/store/test_keys.py``
 ``replace`` and ``reopen`` (§4)             as ``retry`` and ``submit``; canvas: ``tests/worker``
-ack at claim, ``LeaseLost`` into the body   a later release
+an ack at the claim (§8)                    a lost message is a step of the broker here
+an interrupted body (§5)                    bodies that go on are here: ``tests/worker``
 =========================================  ====================================================
 """
 

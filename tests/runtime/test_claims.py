@@ -150,6 +150,29 @@ def test_what_is_no_claim_is_passed_over(
     assert "lease.claim.malformed" in caplog.text
 
 
+def test_a_mistake_in_hearing_ends_neither_the_loop_nor_the_next_word(
+    make_socket: Callable[[Heard], ClaimSocket],
+    make_teller: Callable[[str], ClaimTeller],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Raised on, it would end the event loop of the worker."""
+
+    def hear(one: Claim) -> Answer:
+        if one.job_id == "bad":
+            raise RuntimeError
+        return acknowledged(one)
+
+    ear = make_socket(hear)
+    teller = make_teller(ear.path)
+    teller.tell(claim("bad"))
+    teller.tell(claim("good"))
+
+    ear.read()
+
+    assert list(teller.answers()) == [acknowledged(claim("good"))]
+    assert "lease.claim.unheard" in caplog.text
+
+
 def test_a_thread_reads_where_there_is_no_loop(
     make_socket: Callable[[Heard], ClaimSocket],
     make_teller: Callable[[str], ClaimTeller],

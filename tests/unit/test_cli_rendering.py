@@ -387,6 +387,7 @@ def test_the_timeline_of_a_running_job_ends_now():
             "result     <application/x-python-serialize, 5 bytes>",
         ),
         ({"accepted_attempt": 2}, "accepted   attempt 2"),
+        ({"accepted_attempt": 0}, "accepted   no attempt's outcome"),
         (
             {"accepted_attempt": 2, "accepted_late": True},
             "accepted   attempt 2, after its lease had ended and before anybody took over",

@@ -329,11 +329,14 @@ def test_what_cannot_be_cancelled_or_resumed_is_left_alone_and_said(
 ):
     over = lease("cancel", "taken-over", "--reason", "x")
     going_on = lease("resume", "running", "--reason", "x")
+    untold = lease("resume", "failed", "--reason", "x")
     unknown = lease("cancel", "nobody", "--reason", "x")
 
     assert (over.returncode, going_on.returncode) == (1, 1)
-    assert "taken-over is succeeded: nothing was changed" in over.stderr
+    assert "taken-over is succeeded: nothing was changed; it has ended already" in over.stderr
     assert "running is running: nothing was changed" in going_on.stderr
+    assert "to begin anew, cancel it first" in going_on.stderr
+    assert (untold.returncode, "Celery has not been told of its end" in untold.stderr) == (1, True)
     assert (unknown.returncode, "no job nobody" in unknown.stderr) == (1, True)
 
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kombu.exceptions import OperationalError
 
+from celery_lease import dispatch
 from celery_lease.exceptions import StoreUnavailable
+from celery_lease.store import transitions
 from tests.support.servers import External, Valkey
 from tests.support.waiting import eventually
 from tests.worker.site import celery_version
@@ -62,6 +64,34 @@ def test_a_publisher_may_want_the_brokers_error(
     # Whether the broker has it is never sure, so the job stays and is sent by the reaper.
     [job] = site.jobs()
     assert (job["state"], job["dispatched_at"]) == ("queued", None)
+
+
+def test_a_message_that_neither_the_store_nor_the_broker_took_is_an_error(
+    make_site: Callable[..., Site],
+    sqlite_url: str,
+    own_server: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would send it again: a part of a chord that says nothing here loses the chord."""
+    broker = own_server(Valkey)
+    site = make_site(sqlite_url, broker=broker.url, lease_claim_timeout=0.1)
+    asked: list[int] = []
+
+    def away(*_: Any) -> None:
+        asked.append(1)
+        raise StoreUnavailable("sqlite://", "away")
+
+    monkeypatch.setattr(transitions, "submit", away)
+    monkeypatch.setattr(dispatch, "_is_closing_books", lambda _job_id: True)
+    sent = site.task("t.add").delay(1, 2)
+    assert [message["headers"]["id"] for message in site.queued("celery")] == [sent.id]
+    assert len(asked) > 1
+    broker.kill()
+
+    with pytest.raises((OperationalError, OSError)):
+        site.task("t.add").delay(1, 2)
+
+    assert site.jobs() == []
 
 
 @pytest.mark.skipif(

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.support.waiting import eventually, never
-from tests.worker.site import celery_version
+from tests.worker.site import WORKER_APP, celery_version
 from tests.worker.stealing import after_the_stale_one, steal
 
 if TYPE_CHECKING:
@@ -271,3 +271,48 @@ def test_a_soft_limit_during_the_claim_strikes_the_body(
     assert site.status(result.id) == "FAILURE"
     eventually(lambda: site.facts(tag) == ["errback"])
     assert job["failure_count"] == 1
+
+
+def test_a_soft_limit_strikes_the_body_after_a_replay(
+    make_site: Callable[..., Site],
+    sqlite_url: str,
+    start_worker: Callable[..., CeleryWorker],
+) -> None:
+    # Its claim and its bookkeeping both hold signals back: the child must have its own again.
+    site = make_site(sqlite_url)
+    start_worker(WORKER_APP, concurrency=1, env=site.worker_env())
+    told = site.task("t.add").delay(1, 2)
+    site.until(told.id, "succeeded", settled=True)
+    site.unsettle(told.id)
+    assert site.run_pass()["replayed"] == 1
+    site.until(told.id, "succeeded", settled=True)
+
+    result = site.task("o.act").apply_async((site.tag(), "soft limit"), soft_time_limit=0.5)
+
+    site.until(result.id, "failed", settled=True)
+    assert site.ends(result.id) == [("failed", "time_limit")]
+
+
+def test_a_mistake_of_ours_gives_the_job_on(
+    make_site: Callable[..., Site],
+    sqlite_url: str,
+    start_worker: Callable[..., CeleryWorker],
+) -> None:
+    """Left in the heartbeat its lease would be renewed for ever; it is no outcome of the job."""
+    site = make_site(sqlite_url, lease_lost_backoff=[0.0])
+    tag = site.tag()
+    worker = start_worker("tests.worker.apps.mistaken", pool="solo", env=site.worker_env())
+    link_error = site.task("t.errback").si(tag)
+
+    result = site.task("o.act").apply_async((tag, "error"), link_error=link_error)
+
+    # At its second attempt its body succeeds.
+    job = site.until(result.id, "succeeded", settled=True)
+    assert site.ends(result.id) == [
+        ("lost", "celery-lease failed: a mistake of ours"),
+        ("completed", None),
+    ]
+    assert (job["lost_count"], job["failure_count"]) == (1, 0)
+    assert site.status(result.id) == "SUCCESS"
+    assert "errback" not in site.facts(tag)
+    assert "lease.attempt.failed" in worker.log()

@@ -26,7 +26,7 @@ from celery_lease.extension import Extension, extension_of
 from celery_lease.records import Held
 from celery_lease.request import LeaseRequest
 from celery_lease.stopping import StopFlag
-from celery_lease.worker import MOST_EARLY, MOST_OWNERS, WorkerClaims
+from celery_lease.worker import EARLY_SECONDS, MOST_EARLY, MOST_OWNERS, WorkerClaims
 
 PID = 4711
 CLAIM = Claim("job", 3, f"host:{PID}:x", PID, 30.0, 10.0)
@@ -194,6 +194,24 @@ def test_a_claim_that_is_heard_before_the_delivery_is_accepted_waits_for_it(
     assert answered == [(Answer("job", 3, acknowledged=True), PID)]
 
 
+def test_a_claim_that_was_heard_long_before_is_of_an_earlier_delivery(
+    make_request: Callable[..., LeaseRequest],
+    broker: Broker,
+    extension: Extension,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = make_request()
+    monkeypatch.setattr(state, "requests", {"job": request})
+    assert extension.claims is not None
+    extension.claims.heard(CLAIM)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + EARLY_SECONDS + 1)
+
+    accept(request)
+
+    assert broker.told == []
+
+
 def test_the_claim_of_another_child_is_not_this_deliverys(
     make_request: Callable[..., LeaseRequest], broker: Broker, extension: Extension
 ) -> None:
@@ -351,6 +369,39 @@ def test_an_exit_of_a_child_that_was_cancelled_is_left_unacknowledged(
     request.on_failure(said(SystemExit(-241)))
 
     assert (broker.told, words(extension)) == ([], [])
+
+
+def test_an_exit_of_a_child_that_was_cancelled_ends_the_renewals_of_its_lease(
+    make_request: Callable[..., LeaseRequest], extension: Extension
+) -> None:
+    forgotten: list[object] = []
+    extension.worker_heartbeat = SimpleNamespace(  # type: ignore[assignment]
+        watch=lambda _: None, forget=lambda *key: forgotten.append(key)
+    )
+    request = accept(make_request("late"))
+    request.on_claimed(replace(CLAIM, from_worker=True))
+    request._already_cancelled = True
+
+    request.on_failure(said(SystemExit(-241)))
+
+    assert forgotten == [("job", 3)]
+    extension.worker_heartbeat = None
+
+
+def test_a_worker_begins_anew_in_a_process_that_had_one(extension: Extension) -> None:
+    """An embedded worker that is started again must not hear the stop of the first."""
+    extension.begin_worker()
+    first, flag, claims = extension.runtime, extension.stop_flag, extension.claims
+    assert flag is not None
+    flag.set()
+    assert first.is_stopping
+
+    extension.begin_worker()
+
+    assert extension.runtime is not first
+    assert not extension.runtime.is_stopping
+    assert extension.claims is not claims
+    flag.close()
 
 
 def test_a_loss_during_a_stop_says_so(

@@ -118,6 +118,23 @@ def test_results_may_be_pickled(
     assert again.get(timeout=10) == 3 + 3j
 
 
+def test_an_error_that_only_pickle_can_keep_is_a_failure_all_the_same(
+    make_site: Callable[..., Site], sqlite_url: str, start_worker: Callable[..., CeleryWorker]
+) -> None:
+    """Celery asks its own serializer whether the arguments can be kept; ours is always JSON."""
+    site = make_site(sqlite_url, result_serializer="pickle", task_serializer="pickle")
+    start_worker(WORKER_APP, pool="solo", env=site.worker_env())
+
+    result = site.task("o.set_error").delay()
+
+    with pytest.raises(ValueError, match=r"\{1\}"):
+        result.get(timeout=10)
+    job = site.until(result.id, "failed", settled=True)
+    assert job["error_type"] == "ValueError"
+    assert json.loads(bytes(job["result"]))["exc_message"] == ["{1}"]
+    assert site.states(result.id) == ["failed"]
+
+
 # --- told again ---------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from tests.support.waiting import eventually, never
 from tests.worker.stealing import after_the_stale_one, steal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support.workers import CeleryWorker
     from tests.worker.site import Site
 
@@ -45,6 +47,23 @@ def test_the_attempt_is_closed_before_its_retry_message_leaves(site: Site) -> No
         assert site.states(result.id) == ["retried"] * 3 + ["completed"]
         for before, after in pairwise(site.attempts(result.id)):
             assert before["ended_at"] <= after["claimed_at"]
+
+
+def test_the_end_of_the_next_attempt_stands_over_its_retry(
+    make_site: Callable[..., Site],
+    sqlite_url: str,
+    start_worker: Callable[..., CeleryWorker],
+) -> None:
+    # Sent before Celery has stored the RETRY, the message would be done by another child by then.
+    # A FAILURE: over a SUCCESS these result backends write nothing.
+    site = make_site(sqlite_url)
+    start_worker("tests.worker.apps.slow_retry", concurrency=2, env=site.worker_env())
+
+    result = site.task("r.retry").delay(site.tag(), 99)
+
+    site.until(result.id, "failed", settled=True)
+    assert site.states(result.id) == ["retried"] * 3 + ["failed"]
+    never(lambda: site.status(result.id) != "FAILURE", during=1.5)
 
 
 def test_a_countdown_keeps_the_job_waiting(site: Site) -> None:

@@ -186,9 +186,7 @@ def _retrying_tasks(app: Celery, book: Ledger) -> None:  # noqa: C901 - same
         bind=True,
         autoretry_for=(Temporary,),
         max_retries=2,
-        # With none the RETRY of one attempt may be stored after the FAILURE of the next, as in
-        # stock Celery: retry() publishes before the state is stored.
-        default_retry_delay=0.5,
+        default_retry_delay=0,
     )
     def auto(self: LeasedTask, tag: str, tries: int) -> str:
         book.note(tag, f"try {self.request.retries}")
@@ -378,6 +376,10 @@ def _outcome_tasks(app: Celery, book: Ledger) -> None:  # noqa: C901, PLR0915 - 
     @app.task(name="o.odd_error", base=LeasedTask)
     def odd_error() -> None:
         raise Odd(object(), lambda: None)
+
+    @app.task(name="o.set_error", base=LeasedTask)
+    def set_error() -> None:
+        raise ValueError({1})
 
 
 def _forms(app: Celery, book: Ledger) -> None:  # noqa: C901 - same
