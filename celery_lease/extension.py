@@ -26,10 +26,12 @@ from celery.utils.imports import symbol_by_name
 from celery_lease import endings, periodic, steps, worker
 from celery_lease.celery_events import EventStream
 from celery_lease.claims import PATH_VARIABLE, ClaimTeller, LocalTeller, Teller
-from celery_lease.dispatch import KEY_HEADER, BrokerPublisher, RecordingProducer
+from celery_lease.dispatch import BrokerPublisher
 from celery_lease.exceptions import SettingError
+from celery_lease.messages import KEY_HEADER
 from celery_lease.owners import OwnerFolder
 from celery_lease.reaper import PassResult, Reaper
+from celery_lease.recording import RecordingProducer
 from celery_lease.runtime import PerProcess, Runtime
 from celery_lease.settings import (
     Settings,

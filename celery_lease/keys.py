@@ -1,7 +1,7 @@
 """Idempotency keys: which one a call has, and what its arguments are known by.
 
 Pure. Not who holds a key (``store/transitions/keys.py``) nor how a call says it
-(``task``, ``dispatch``). A task has its calls' keys derived by ``lease_idempotency_key``:
+(``task``, ``recording``). A task has its calls' keys derived by ``lease_idempotency_key``:
 ``True`` is the digest of the arguments, a text is a template over them.
 """
 

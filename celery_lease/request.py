@@ -28,9 +28,9 @@ from celery.worker.state import task_ready
 from celery_lease import events
 from celery_lease.claims import Answer, Claim
 from celery_lease.deaths import death_reason
-from celery_lease.dispatch import RECORDED_HEADER, dispatch_count_of
 from celery_lease.endings import Gone, limit_exceeded, runner_lost, settle_told
 from celery_lease.extension import Extension, extension_of
+from celery_lease.messages import RECORDED_HEADER, dispatch_count_of
 from celery_lease.records import Held
 from celery_lease.settings import Ack
 from celery_lease.task import encode_error

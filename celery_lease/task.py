@@ -34,20 +34,7 @@ from kombu.utils.encoding import safe_repr
 
 from celery_lease import bookkeeping, events, interrupt
 from celery_lease.backoff import UNCOUNTED_ENDS
-from celery_lease.dispatch import (
-    DISPATCH_HEADER,
-    KEY_HEADER,
-    RECORDED_HEADER,
-    SETTLES_MARK,
-    VERSION_HEADER,
-    JobExists,
-    Resend,
-    adopted_job,
-    ending_error,
-    is_replay,
-    may_exist,
-    resending,
-)
+from celery_lease.dispatch import ending_error
 from celery_lease.exceptions import (
     BodyAborted,
     HandOver,
@@ -64,8 +51,17 @@ from celery_lease.extension import Extension, check_options, extension_of, insta
 from celery_lease.held_signals import hold, let_go
 from celery_lease.keys import template_problem, unknown_fields
 from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
+from celery_lease.messages import (
+    DISPATCH_HEADER,
+    KEY_HEADER,
+    RECORDED_HEADER,
+    SETTLES_MARK,
+    VERSION_HEADER,
+    is_replay,
+)
 from celery_lease.outcomes import failure_of, type_name
 from celery_lease.reaper import report_vanished
+from celery_lease.recording import JobExists, Resend, adopted_job, may_exist, resending
 from celery_lease.records import (
     Absent,
     Accepted,

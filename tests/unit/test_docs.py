@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from celery_lease import dispatch, exceptions
+from celery_lease import exceptions, messages
 from celery_lease.lease import Lease
 from celery_lease.settings import SETTINGS
 from celery_lease.states import AttemptState, JobState
@@ -125,7 +125,7 @@ def test_what_the_lease_is_said_to_have_it_has() -> None:
 def test_a_page_names_no_setting_that_does_not_exist(page: Path) -> None:
     known = {setting.name for setting in SETTINGS}
     known |= {column.name for table in TABLES.values() for column in table.columns}
-    known |= {dispatch.VERSION_HEADER, dispatch.RECORDED_HEADER, dispatch.DISPATCH_HEADER}
+    known |= {messages.VERSION_HEADER, messages.RECORDED_HEADER, messages.DISPATCH_HEADER}
 
     named = set(re.findall(r"(?<![\w./-])lease_[a-z_]+\b", text_of(page)))
 

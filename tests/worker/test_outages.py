@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kombu.exceptions import OperationalError
 
-from celery_lease import dispatch
+from celery_lease import recording
 from celery_lease.exceptions import StoreUnavailable
 from celery_lease.store import transitions
 from tests.support.servers import External, Valkey
@@ -82,7 +82,7 @@ def test_a_message_that_neither_the_store_nor_the_broker_took_is_an_error(
         raise StoreUnavailable("sqlite://", "away")
 
     monkeypatch.setattr(transitions, "submit", away)
-    monkeypatch.setattr(dispatch, "_is_closing_books", lambda _job_id: True)
+    monkeypatch.setattr(recording, "_is_closing_books", lambda _job_id: True)
     sent = site.task("t.add").delay(1, 2)
     assert [message["headers"]["id"] for message in site.queued("celery")] == [sent.id]
     assert len(asked) > 1

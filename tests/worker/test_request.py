@@ -21,8 +21,8 @@ from kombu.message import Message
 
 from celery_lease import LeasedTask
 from celery_lease.claims import Answer, Claim
-from celery_lease.dispatch import DISPATCH_HEADER, RECORDED_HEADER
 from celery_lease.extension import Extension, extension_of
+from celery_lease.messages import DISPATCH_HEADER, RECORDED_HEADER
 from celery_lease.records import Held
 from celery_lease.request import LeaseRequest
 from celery_lease.stopping import StopFlag

@@ -1,0 +1,194 @@
+"""What a task message is: its headers, what it says of itself, its exact bytes.
+
+What it is not: nothing here records a message (``recording``) or puts one on the broker
+(``dispatch``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from celery.app.task import Context
+from celery.utils import uuid
+from celery.utils.time import maybe_iso8601
+from kombu import Exchange, serialization
+from kombu.compression import compress, decompress
+from kombu.utils import json as kombu_json
+
+from celery_lease.exceptions import PayloadTooLarge
+from celery_lease.records import Message
+
+VERSION_HEADER = "lease_message"
+RECORDED_HEADER = "lease_recorded"
+DISPATCH_HEADER = "lease_dispatch"
+#: Also set by callers in other languages.
+KEY_HEADER = "lease_idempotency_key"
+REPLAY_MARK = "replay"
+#: Where a task's request keeps which outcome is settled when Celery has told it.
+SETTLES_MARK = "_lease_settles"
+OWN_HEADERS = (VERSION_HEADER, RECORDED_HEADER, DISPATCH_HEADER)
+
+#: Content types that decode to plain data. Pickle is not among them, whatever the app accepts.
+PLAIN_CONTENT = frozenset(
+    {"application/json", "application/x-yaml", "application/x-msgpack", "application/msgpack"}
+)
+
+
+def dispatch_key(job_id: str, version: int, count: int, *, replay: bool = False) -> str:
+    """Return what a message says of itself: job, message version, dispatch count."""
+    key = f"{job_id}:{version}:{count}"
+    return f"{key}:{REPLAY_MARK}" if replay else key
+
+
+def is_replay(key: object) -> bool:
+    """Tell whether a dispatch key marks a message that was sent to settle a final job."""
+    return isinstance(key, str) and key.endswith(f":{REPLAY_MARK}")
+
+
+def dispatch_count_of(headers: Mapping[str, Any]) -> int | None:
+    """Return which dispatch of its job a message was; None when it does not say, or is a replay."""
+    key = headers.get(DISPATCH_HEADER)
+    if not isinstance(key, str) or is_replay(key):
+        return None
+    count = key.rpartition(":")[2]
+    return int(count) if count.isdecimal() else None
+
+
+def encoded(
+    body: Any, version: int, headers: dict[str, Any], options: Mapping[str, Any], *, limit: int
+) -> tuple[Message, dict[str, Any]]:
+    """Serialise a message as kombu's producer would (``Producer._prepare``).
+
+    Args:
+        body: what is sent.
+        version: of the job's message.
+        headers: of the message; a compression is added to them.
+        options: what the producer's ``publish`` was called with.
+        limit: bytes that the body may have.
+
+    Returns:
+        The message, and the options without what is done by now.
+
+    Raises:
+        PayloadTooLarge: the body is longer.
+    """
+    options = dict(options)
+    content_type, content_encoding, payload = serialization.dumps(
+        body, options.pop("serializer", None)
+    )
+    if isinstance(payload, str):
+        payload = payload.encode(content_encoding)
+    compression = options.pop("compression", None)
+    if compression:
+        payload, headers["compression"] = compress(payload, compression)
+    if len(payload) > limit:
+        raise PayloadTooLarge(
+            "message", len(payload), limit, "lease_max_message_bytes", headers["task"]
+        )
+    exchange = options.get("exchange")
+    message = Message(
+        version=version,
+        headers=kombu_json.dumps(headers),
+        properties=kombu_json.dumps(_properties(options)),
+        body=payload,
+        content_type=content_type,
+        content_encoding=content_encoding,
+        exchange=exchange.name if isinstance(exchange, Exchange) else exchange or "",
+        routing_key=options.get("routing_key") or "",
+    )
+    return message, options
+
+
+def freeze_callbacks(body: Any) -> Any:
+    """Return the body with an id on every link and errback that has none.
+
+    A replay of the bookkeeping sends them again; with a fixed id a leased callback runs once
+    (celery-facts, section 3). The caller's own signatures are not touched: the same one may be
+    linked to several tasks. A canvas as a callback keeps making its ids when it is sent.
+    """
+    if not (isinstance(body, tuple) and len(body) == 3):  # noqa: PLR2004  args, kwargs, embed
+        return body
+    args, kwargs, embed = body
+    embed = dict(embed)
+    for name in ("callbacks", "errbacks"):
+        if embed.get(name):
+            embed[name] = [_frozen(callback) for callback in embed[name]]
+    return args, kwargs, embed
+
+
+def _frozen(callback: Any) -> Any:
+    if not isinstance(callback, dict) or callback.get("subtask_type"):
+        return callback
+    options = dict(callback.get("options") or {})
+    if options.get("task_id"):
+        return callback
+    options["task_id"] = str(uuid())
+    plain = dict(callback)
+    plain["options"] = options
+    return plain
+
+
+def _properties(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what of the publish options belongs to the message itself."""
+    left_out = {
+        "exchange",
+        "routing_key",
+        "retry",
+        "retry_policy",
+        "declare",
+        "timeout",
+        "confirm_timeout",
+        "expiration",  # relative: it is counted anew from ``expires`` at each dispatch
+        "mandatory",
+        "immediate",
+    }
+    return {k: v for k, v in options.items() if k not in left_out and v is not None}
+
+
+def queue_name(options: dict[str, Any], message: Message) -> str | None:
+    """Return the queue that a message goes to, None when its exchange alone decides."""
+    for entity in options.get("declare") or ():
+        name = getattr(entity, "name", None)
+        if name and not isinstance(entity, Exchange):
+            return str(name)
+    return message.routing_key if not message.exchange else None
+
+
+def seconds_until(instant: Any) -> float | None:
+    """Return the seconds from now to an ISO instant, by this process's clock; None without one.
+
+    Only this difference goes to the store, which counts it on its own clock (B102).
+    """
+    if not instant:
+        return None
+    when = maybe_iso8601(instant)
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=timezone.utc)
+    return float((when - datetime.now(timezone.utc)).total_seconds())
+
+
+def plain_request(message: Message) -> Any | None:
+    """Return a message as a task request; None when its body is not plain data."""
+    if message.content_type not in PLAIN_CONTENT:
+        return None
+    headers = kombu_json.loads(message.headers)
+    properties = kombu_json.loads(message.properties)
+    payload: Any = message.body
+    if headers.get("compression"):
+        payload = decompress(payload, headers["compression"])
+    args, kwargs, embed = serialization.loads(
+        payload, message.content_type, message.content_encoding, accept=[message.content_type]
+    )
+    request = dict(headers)
+    request.update(embed or {})
+    return Context(
+        request,
+        args=args,
+        kwargs=kwargs,
+        reply_to=properties.get("reply_to"),
+        correlation_id=properties.get("correlation_id"),
+        delivery_info={"exchange": message.exchange, "routing_key": message.routing_key},
+        called_directly=False,
+    )

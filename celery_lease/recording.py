@@ -1,0 +1,542 @@
+"""Recording what Celery publishes, before it is published.
+
+``RecordingProducer`` stands in for the kombu producer of one task message: the job and the
+message's exact bytes are durable before the message is sent. It is reached from
+``AMQP.send_task_message``, through which every task message of an app goes (``delay``,
+``apply_async``, canvas, beat, ``retry``, ``send_task``). Read: celery 5.5 to 5.7,
+``celery/app/amqp.py``.
+
+A message whose publisher was another program is recorded at its claim (``adopted_job``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from celery._state import get_current_task
+from kombu import serialization
+from kombu.utils import json as kombu_json
+
+from celery_lease import events
+from celery_lease.exceptions import (
+    IdempotencyConflict,
+    SettingError,
+    StaleWrite,
+    StoreUnavailable,
+)
+from celery_lease.keys import Underivable, bound_arguments, checked_key, derived_key, digest_of
+from celery_lease.lease import Lease
+from celery_lease.messages import (
+    DISPATCH_HEADER,
+    KEY_HEADER,
+    OWN_HEADERS,
+    RECORDED_HEADER,
+    SETTLES_MARK,
+    VERSION_HEADER,
+    dispatch_key,
+    encoded,
+    freeze_callbacks,
+    queue_name,
+    seconds_until,
+)
+from celery_lease.records import Accepted, Failure, IdempotencyKey, Late, Message, NewJob
+from celery_lease.runtime import Runtime
+from celery_lease.settings import OnKeyConflict, PublishOnError, Settings, TaskSettings
+from celery_lease.states import LateOutcome
+from celery_lease.store import queries, transitions
+from celery_lease.store.engine import Store
+
+logger = logging.getLogger(__name__)
+
+#: How long the last task of a replacing canvas waits for the end of the attempt it replaces,
+#: which is being written at that moment, and how often it looks.
+REPLACED_SECONDS = 10.0
+REPLACED_POLL_SECONDS = 0.05
+
+#: How often a message that follows a job asks for a store that is away.
+CLOSING_POLL_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class Resend:
+    """A runner is publishing its own job again: a retry, or a replacement of itself.
+
+    Attributes:
+        runtime: the runner.
+        lease: its lease.
+        kind: ``RETRIED`` or ``REPLACED``.
+        failure: what made it retry.
+        shielded: runs the transition with time-limit signals held back.
+        keeps_key: True when it stays the same task, and so keeps its idempotency key.
+        error: why nothing was published, None when it was.
+        is_put_off: True when the message is to leave only after Celery has stored the RETRY.
+    """
+
+    runtime: Runtime
+    lease: Lease
+    kind: LateOutcome
+    failure: Failure = field(default_factory=Failure)
+    shielded: Callable[[Callable[[], Any]], Any] = lambda call: call()
+    keeps_key: bool = True
+    error: Exception | None = None
+    is_put_off: bool = False
+
+
+_resend: ContextVar[Resend | None] = ContextVar("celery_lease_resend", default=None)
+
+
+@contextmanager
+def resending(resend: Resend) -> Iterator[Resend]:
+    """Have the next publish of this very job end its attempt instead of recording a new job."""
+    token = _resend.set(resend)
+    try:
+        yield resend
+    finally:
+        _resend.reset(token)
+
+
+class JobExists(Exception):
+    """Raised through Celery's publishing when a key is held: nothing was recorded or sent."""
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        super().__init__(job_id)
+
+
+_may_exist: ContextVar[str | None] = ContextVar("celery_lease_may_exist", default=None)
+
+
+@contextmanager
+def may_exist(task_id: str) -> Iterator[None]:
+    """Have the publish of this id raise ``JobExists`` if its key is held.
+
+    Without it a job is recorded under its id all the same, and follows the holder of its key:
+    whoever publishes a part of a canvas cannot exchange the id that others wait for.
+    """
+    token = _may_exist.set(task_id)
+    try:
+        yield
+    finally:
+        _may_exist.reset(token)
+
+
+class Taker(Protocol):
+    """Takes the new jobs of a call, which are otherwise recorded and sent one by one."""
+
+    def take(self, job: NewJob, send: Callable[[], Any]) -> None:
+        """Take a job that is neither recorded nor sent.
+
+        Args:
+            job: what is to be recorded.
+            send: puts its message on the broker, as its first dispatch; once it is recorded.
+        """
+
+
+_taker: ContextVar[Taker | None] = ContextVar("celery_lease_taker", default=None)
+
+
+@contextmanager
+def taken_by(taker: Taker) -> Iterator[None]:
+    """Give the new jobs that this call publishes to a taker."""
+    token = _taker.set(taker)
+    try:
+        yield
+    finally:
+        _taker.reset(token)
+
+
+class RecordingProducer:
+    """Records one task message in the store, then hands it to the real producer.
+
+    Everything but the publish of that message passes through.
+
+    Args:
+        producer: the kombu producer.
+        body: the body of the message to record; other messages are not touched.
+        task: the task.
+        store: the store.
+        settings: the app's settings.
+        task_settings: the task's.
+        submitter: who publishes.
+    """
+
+    def __init__(
+        self,
+        producer: Any,
+        *,
+        body: object,
+        task: Any,
+        store: Store,
+        settings: Settings,
+        task_settings: TaskSettings,
+        submitter: str,
+    ) -> None:
+        self._producer = producer
+        self._body = body
+        self._leased_task = task
+        self._task = task.name
+        self._store = store
+        self._settings = settings
+        self._task_settings = task_settings
+        self._submitter = submitter
+        self._dispatch_count: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def publish(self, body: Any, **options: Any) -> Any:
+        """Record the message, then publish it.
+
+        Raises:
+            StoreUnavailable: nothing was recorded and nothing was sent.
+            PayloadTooLarge: the serialised message is over ``lease_max_message_bytes``.
+            StaleWrite: the lease of the runner that publishes itself again is lost.
+            IdempotencyConflict: its key is held by a job with other arguments.
+            JobExists: its key is held (``may_exist``).
+        """
+        if body is not self._body:
+            return self._producer.publish(body, **options)
+        headers = dict(options.pop("headers"))
+        frozen = freeze_callbacks(body)
+        resend = _resend.get()
+        if resend is not None and headers["id"] == resend.lease.job_id:
+            version = resend.lease.message_version + 1
+        else:
+            resend, version = None, 1
+        for name in OWN_HEADERS:
+            headers.pop(name, None)
+        if resend is None and headers.get("replaced_task_nesting"):
+            version = self._version_after_replaced(headers["id"])
+        headers[VERSION_HEADER] = version
+        headers[RECORDED_HEADER] = True
+        # A retry, or a replacement, is the job that holds the key.
+        key = self._key(body, headers) if version == 1 else None
+        message, options = encoded(
+            frozen, version, headers, options, limit=self._settings.max_message_bytes
+        )
+        taker = _taker.get()
+        if taker is not None and version == 1:
+            job = self._new_job(message, headers, options, key)
+            taker.take(job, lambda: self._send(message, headers, options))
+            return None
+        if not self._recorded(
+            headers, lambda: self._record(message, headers, options, resend, key)
+        ):
+            return None
+        return self._send(message, headers, options)
+
+    def _key(self, body: Any, headers: dict[str, Any]) -> IdempotencyKey | None:
+        args, kwargs = body[:2]
+        key = key_of(self._leased_task, self._task_settings, headers, args, kwargs)
+        if key is not None:
+            headers[KEY_HEADER] = key.text
+        return key
+
+    def _recorded(self, headers: dict[str, Any], record: Callable[[], bool]) -> bool:
+        """Record a message; one that cannot be refused may leave unrecorded in the end.
+
+        What Celery sends as it closes a job's books is such a one: a chord whose body could not be
+        sent counts as failed, and no replay sends it again. It is waited for, as a claim is; then
+        it goes out as a message from a stranger does, and is recorded at its claim.
+        """
+        until = time.monotonic() + self._settings.claim_timeout
+        while True:
+            try:
+                return record()
+            except StoreUnavailable as error:
+                if not _is_closing_books(headers["id"]):
+                    raise
+                events.emit(events.STORE_UNAVAILABLE, worker=self._submitter, reason=str(error))
+            if time.monotonic() >= until:
+                del headers[RECORDED_HEADER]
+                return True
+            time.sleep(CLOSING_POLL_SECONDS)
+
+    def _version_after_replaced(self, job_id: str) -> int:
+        """Return the message version of the task of a replacing canvas that has the job's id.
+
+        The canvas is published before the replaced attempt is ended, so that it cannot be lost
+        between the two; its last task may come here sooner than that end.
+
+        Raises:
+            StoreUnavailable: that attempt goes on running. Whoever publishes here is not
+                settled, then, and publishes again when it is replayed.
+        """
+        until = time.monotonic() + REPLACED_SECONDS
+        while True:
+            before = queries.replaced_version(self._store, job_id)
+            if before is not None:
+                return before + 1
+            if not queries.is_running(self._store, job_id):
+                # Asked again: it may have ended between the two questions.
+                before = queries.replaced_version(self._store, job_id)
+                return 1 if before is None else before + 1
+            if time.monotonic() >= until:
+                raise StoreUnavailable(
+                    self._store.masked_url, f"the attempt that job {job_id} replaces has not ended"
+                )
+            time.sleep(REPLACED_POLL_SECONDS)
+
+    def _record(
+        self,
+        message: Message,
+        headers: dict[str, Any],
+        options: dict[str, Any],
+        resend: Resend | None,
+        key: IdempotencyKey | None,
+    ) -> bool:
+        """Make the message durable; True when it is to be sent."""
+        if self._dispatch_count is not None:
+            # Celery repeats a refused callback publish on this same producer.
+            return True
+        if message.version > 1:
+            delay = seconds_until(headers.get("eta")) or 0.0
+            # A retry that is due at once may end before Celery has stored the RETRY of this
+            # attempt, which would then stand over its outcome for ever.
+            put_off = resend is not None and resend.kind is LateOutcome.RETRIED and delay <= 0
+            again = transitions.Again(
+                message=message,
+                delay_seconds=delay,
+                expires_seconds=seconds_until(headers.get("expires")),
+                queue=queue_name(options, message),
+                priority=options.get("priority"),
+                dispatched=not put_off,
+                task=self._task,
+                keeps_key=resend is not None and resend.keeps_key,
+            )
+            self._dispatch_count = 1
+            if resend is None:
+                return transitions.reopen(self._store, headers["id"], again)
+            self._record_again(again, resend)
+            resend.is_put_off = put_off
+            return not put_off
+        job = self._new_job(message, headers, options, key)
+        if not self._submit(job):
+            # A job with this id exists, in whatever state: it is that job, and to run it
+            # again is ``resume`` (design, section 9). A chain whose step was sent twice in a
+            # crash window ends here, too.
+            return False
+        self._dispatch_count = 1
+        events.emit(events.JOB_SUBMITTED, job_id=job.job_id, task=self._task)
+        return True
+
+    def _new_job(
+        self,
+        message: Message,
+        headers: dict[str, Any],
+        options: dict[str, Any],
+        key: IdempotencyKey | None,
+    ) -> NewJob:
+        return NewJob(
+            job_id=headers["id"],
+            task=self._task,
+            message=message,
+            delay_seconds=seconds_until(headers.get("eta")) or 0.0,
+            expires_seconds=seconds_until(headers.get("expires")),
+            max_attempts=self._task_settings.max_attempts,
+            on_expiry=self._task_settings.on_expiry,
+            queue=queue_name(options, message),
+            priority=options.get("priority"),
+            submitter=headers.get("origin") or self._submitter,
+            root_id=headers.get("root_id"),
+            parent_id=headers.get("parent_id"),
+            group_id=headers.get("group"),
+            key=key,
+            follows=headers["id"] != _may_exist.get(),
+        )
+
+    def _submit(self, job: NewJob) -> bool:
+        if job.key is None:
+            return transitions.submit(self._store, job)
+        existing = transitions.submit_keyed(self._store, job)
+        if existing is None or existing.job_id == job.job_id:
+            return existing is None
+        if not existing.same_arguments:
+            raise IdempotencyConflict(job.task, job.key.text, existing.job_id)
+        raise JobExists(existing.job_id)
+
+    def _record_again(self, again: transitions.Again, resend: Resend) -> None:
+        """End the attempt by the new version of its own job."""
+        replaces = resend.kind is LateOutcome.REPLACED
+        act = transitions.replace if replaces else transitions.retry_later
+        lease = resend.lease
+        try:
+            answer = resend.runtime.finish(
+                lease,
+                lambda parting: act(self._store, lease.held, parting, again),
+                reason=resend.kind.value,
+                failure=resend.failure,
+                late=Late(resend.kind, failure=resend.failure),
+                shielded=resend.shielded,
+            )
+        except StoreUnavailable as error:
+            resend.error = error
+            raise
+        if not isinstance(answer, Accepted):
+            resend.error = StaleWrite(lease.job_id, lease.fencing_token)
+            raise resend.error
+        lease.ended_by = resend.kind.value
+
+    def _send(self, message: Message, headers: dict[str, Any], options: dict[str, Any]) -> Any:
+        job_id = headers["id"]
+        if headers.get(RECORDED_HEADER):
+            headers[DISPATCH_HEADER] = dispatch_key(
+                job_id, message.version, self._dispatch_count or 1
+            )
+        headers[VERSION_HEADER] = message.version
+        try:
+            return self._producer.publish(
+                message.body,
+                content_type=message.content_type,
+                content_encoding=message.content_encoding,
+                headers=headers,
+                **options,
+            )
+        except Exception as error:
+            # Whether the broker has it is not known. It stays queued, and the reaper sends it
+            # again under the same id: the claim lets one of the two run.
+            events.emit(
+                events.PUBLISH_FAILED, job_id=job_id, worker=self._submitter, reason=str(error)
+            )
+            if not headers.get(RECORDED_HEADER):
+                # Nobody would send it again.
+                raise
+            self._give_back(job_id, message.version)
+            if self._settings.publish_on_error is PublishOnError.RAISE and _resend.get() is None:
+                raise
+            return None
+
+    def _give_back(self, job_id: str, version: int) -> None:
+        try:
+            transitions.undispatch(
+                self._store, job_id, dispatch_count=None, message_version=version
+            )
+        except StoreUnavailable as error:
+            # Then it counts as dispatched, and is sent again after lease_queued_timeout.
+            events.emit(events.STORE_UNAVAILABLE, worker=self._submitter, reason=str(error))
+
+
+def key_of(
+    task: Any,
+    task_settings: TaskSettings,
+    headers: Mapping[str, Any],
+    args: Any,
+    kwargs: Any,
+) -> IdempotencyKey | None:
+    """Return the idempotency key of a call: what its header says, else what its task makes of it.
+
+    Raises:
+        SettingError: the task's template cannot be filled from the call's arguments.
+        TypeError: the key that was given is no text.
+        ValueError: it is empty, or the arguments cannot be serialised.
+    """
+    given, rule = headers.get(KEY_HEADER), task_settings.idempotency_key
+    if given is None and rule is False:
+        return None
+    arguments = bound_arguments(task.run, args, kwargs)
+    digest = digest_of(canonical(arguments, task.serializer))
+    try:
+        text = derived_key(arguments, digest, rule=rule) if given is None else checked_key(given)
+    except Underivable as error:
+        raise SettingError([f"task {task.name}: lease_idempotency_key: {error}"]) from error
+    if text is None:
+        return None
+    is_compared = task_settings.idempotency_conflict is OnKeyConflict.RAISE
+    return IdempotencyKey(
+        text=text,
+        arguments_digest=digest if is_compared else None,
+        retention_seconds=task_settings.idempotency_retention_seconds,
+    )
+
+
+def canonical(arguments: Mapping[str, Any], serializer: str | None) -> bytes:
+    """Return arguments as bytes: the same for equal ones, whatever the order of their names."""
+    ordered = dict(sorted(arguments.items()))
+    try:
+        return str(kombu_json.dumps(ordered, sort_keys=True)).encode()
+    except (TypeError, ValueError):
+        # JSON cannot say it, or has no order for the keys of a dictionary in it.
+        payload = serialization.dumps(ordered, serializer)[2]
+        return str(payload).encode() if isinstance(payload, str) else bytes(payload)
+
+
+def _is_closing_books(job_id: str) -> bool:
+    """Tell whether a leased job of this worker has ended, and Celery sends what follows it."""
+    task = get_current_task()
+    request = None if task is None else task.request_stack.top
+    return request is not None and request.id != job_id and SETTLES_MARK in request.__dict__
+
+
+def adopted_job(app: Any, task: Any, request: Any, *, task_settings: TaskSettings) -> NewJob:
+    """Return a job for a message that its publisher did not record, from the task's request.
+
+    The original bytes are in the worker's main process; the same call is serialised anew.
+    """
+    delivery = request.delivery_info or {}
+    limits = request.timelimit or (None, None)
+    built = app.amqp.as_task_v2(
+        request.id,
+        request.task or task.name,
+        args=request.args,
+        kwargs=request.kwargs,
+        group_id=request.group,
+        group_index=request.group_index,
+        expires=request.expires,
+        retries=request.retries,
+        chord=request.chord,
+        callbacks=request.callbacks,
+        errbacks=request.errbacks,
+        chain=request.chain,
+        reply_to=request.reply_to,
+        time_limit=limits[0],
+        soft_time_limit=limits[1],
+        root_id=request.root_id,
+        parent_id=request.parent_id,
+        shadow=request.shadow,
+        origin=request.origin,
+        ignore_result=request.ignore_result,
+        replaced_task_nesting=request.replaced_task_nesting,
+    )
+    headers = {**(request.headers or {}), **built.headers, VERSION_HEADER: 1, RECORDED_HEADER: True}
+    if request.stamped_headers:
+        headers["stamped_headers"] = request.stamped_headers
+        headers["stamps"] = request.stamps
+    content_type, content_encoding, payload = serialization.dumps(
+        freeze_callbacks(built.body), task.serializer or app.conf.task_serializer
+    )
+    properties = {**built.properties, "correlation_id": request.correlation_id or request.id}
+    if delivery.get("priority") is not None:
+        properties["priority"] = delivery["priority"]
+    exchange, routing_key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
+    message = Message(
+        version=1,
+        headers=kombu_json.dumps(headers),
+        properties=kombu_json.dumps(properties),
+        body=payload.encode(content_encoding) if isinstance(payload, str) else payload,
+        content_type=content_type,
+        content_encoding=content_encoding,
+        exchange=exchange,
+        routing_key=routing_key,
+    )
+    return NewJob(
+        job_id=request.id,
+        task=task.name,
+        message=message,
+        expires_seconds=seconds_until(request.expires),
+        max_attempts=task_settings.max_attempts,
+        on_expiry=task_settings.on_expiry,
+        queue=None if exchange else routing_key or None,
+        priority=delivery.get("priority"),
+        submitter=request.origin,
+        root_id=request.root_id,
+        parent_id=request.parent_id,
+        group_id=request.group,
+        key=key_of(task, task_settings, headers, request.args or (), request.kwargs or {}),
+        follows=True,
+    )
