@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench import beat, machine, past, recovery, report, throughput
+from bench import beat, bulk, machine, past, recovery, report, throughput
 from bench.place import Place
 from bench.systems import SYSTEMS
 from tests.support.folders import remove_abandoned
 from tests.support.servers import PostgreSQL, Valkey
 
-PARTS = ("throughput", "beat", "past", "recovery")
+PARTS = ("throughput", "bulk", "beat", "past", "recovery")
 
 
 def main() -> int:
@@ -77,6 +77,10 @@ def _measure(place: Place, wanted: argparse.Namespace) -> dict[str, Any]:
     }
     if "throughput" in parts:
         results["runs"] = _throughput(place, wanted, sizes)
+    if "bulk" in parts:
+        results["bulk"] = bulk.run(
+            place, jobs=50 if quick else 5000, rounds=1 if quick else sizes.repetitions
+        )
     if "beat" in parts:
         results["beat"] = [
             beat.run(place, leases=leases, beats=5)

@@ -79,6 +79,8 @@ def text_of(results: dict[str, Any]) -> str:
             _IDLE_TEXT,
             _idle(runs),
         ]
+    if results.get("bulk"):
+        parts += ["## Many jobs of one call", _bulk(results["bulk"])]
     if results.get("beat"):
         parts += ["## Heartbeat", _beat(results["beat"])]
     if results.get("past"):
@@ -113,6 +115,10 @@ def goals(results: dict[str, Any]) -> list[Goal]:
     """Return every goal that these results can say something about."""
     runs = results["runs"]
     found = [*_ratio_goals(runs), *_count_goals(runs), *_memory_goals(runs)]
+    for way in results.get("bulk", {}).get("ways", ()):
+        if way["title"] in ("leased, a group", "leased, submit_many"):
+            text, ratio = f"{way['title']} / a group of plain tasks", way["ratio"]
+            found.append(Goal(text, "≤ 1.5", f"{ratio:.2f}", ratio <= 1.5))  # noqa: PLR2004
     if results.get("beat"):
         beat = results["beat"][-1]
         statements, hot = beat["statements_per_beat"], beat["hot_share"]
@@ -256,6 +262,17 @@ def _percentiles(numbers: list[float]) -> str:
     ordered = sorted(numbers)
     last = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
     return f"{statistics.median(ordered):.1f} / {last:.1f}"
+
+
+def _bulk(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['jobs']} jobs a call, {found['rounds']} rounds; medians.",
+        "",
+        "| published as | ms/job | ratio |",
+        "| --- | --- | --- |",
+    ]
+    lines += [f"| {way['title']} | {way['ms']:.2f} | {way['ratio']:.2f} |" for way in found["ways"]]
+    return "\n".join(lines)
 
 
 def _beat(beats: list[dict[str, Any]]) -> str:

@@ -24,6 +24,7 @@ from celery.app.amqp import AMQP
 from celery.utils.imports import symbol_by_name
 
 from celery_lease import endings, periodic, steps, worker
+from celery_lease.bulk import Batch, batch_groups
 from celery_lease.celery_events import EventStream
 from celery_lease.claims import PATH_VARIABLE, ClaimTeller, LocalTeller, Teller
 from celery_lease.dispatch import BrokerPublisher
@@ -261,6 +262,15 @@ class Extension:
             submitter=socket.gethostname(),
         )
 
+    def batch(self, producer: Any) -> Batch:
+        """Return a batch of new jobs, to be sent by one producer."""
+        return Batch(
+            producer=producer,
+            store=lambda: self.store,
+            settings=self.settings,
+            submitter=socket.gethostname(),
+        )
+
     def on_finalized(self) -> None:
         """Put the reaper into the beat schedule."""
         settings = self.settings
@@ -324,6 +334,7 @@ def install(app: Any, **settings: Any) -> Extension:
 
 def _wire(app: Any, extension: Extension) -> None:
     _record_publishes(app, extension)
+    batch_groups(_batches_of)
     periodic.register(app, extension.run_pass)
     step, end_step = steps.steps_for(extension)
     app.steps["worker"].add(step)
@@ -332,6 +343,12 @@ def _wire(app: Any, extension: Extension) -> None:
         extension.on_finalized()
     else:
         app.on_after_finalize.connect(lambda **_: extension.on_finalized(), sender=app, weak=False)
+
+
+def _batches_of(app: Any) -> Callable[[Any], Batch] | None:
+    app = app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
+    extension = _extensions.get(app)
+    return None if extension is None else extension.batch
 
 
 def _record_publishes(app: Any, extension: Extension) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from celery._state import get_current_task
 from kombu import serialization
@@ -53,6 +53,7 @@ from celery_lease.store import queries, transitions
 from celery_lease.store.engine import Store
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: How long the last task of a replacing canvas waits for the end of the attempt it replaces,
 #: which is being written at that moment, and how often it looks.
@@ -126,16 +127,27 @@ def may_exist(task_id: str) -> Iterator[None]:
         _may_exist.reset(token)
 
 
+class Send(Protocol):
+    """Puts the message of a taken job on the broker, as its first dispatch."""
+
+    def __call__(self, producer: Any = None, *, is_recorded: bool = True) -> None:
+        """Send it.
+
+        Args:
+            producer: to send it with, if not the one that the call had.
+            is_recorded: False: it goes out as a message from a stranger does, and is recorded at
+                its claim.
+
+        Raises:
+            PublishFailed: whether the broker has it is not known.
+        """
+
+
 class Taker(Protocol):
     """Takes the new jobs of a call, which are otherwise recorded and sent one by one."""
 
-    def take(self, job: NewJob, send: Callable[[], Any]) -> None:
-        """Take a job that is neither recorded nor sent.
-
-        Args:
-            job: what is to be recorded.
-            send: puts its message on the broker, as its first dispatch; once it is recorded.
-        """
+    def take(self, job: NewJob, send: Send) -> None:
+        """Take a job that is neither recorded nor sent."""
 
 
 _taker: ContextVar[Taker | None] = ContextVar("celery_lease_taker", default=None)
@@ -149,6 +161,11 @@ def taken_by(taker: Taker) -> Iterator[None]:
         yield
     finally:
         _taker.reset(token)
+
+
+def is_taken() -> bool:
+    """Tell whether the new jobs of the call that runs are given to a taker."""
+    return _taker.get() is not None
 
 
 class RecordingProducer:
@@ -223,13 +240,21 @@ class RecordingProducer:
         taker = _taker.get()
         if taker is not None and version == 1:
             job = self._new_job(message, headers, options, key)
-            taker.take(job, lambda: self._send(message, headers, options))
+            taker.take(job, self._sending(message, headers, options))
             return None
         if not self._recorded(
             headers, lambda: self._record(message, headers, options, resend, key)
         ):
             return None
         return self._send(message, headers, options)
+
+    def _sending(self, message: Message, headers: dict[str, Any], options: dict[str, Any]) -> Send:
+        def send(producer: Any = None, *, is_recorded: bool = True) -> None:
+            if not is_recorded:
+                del headers[RECORDED_HEADER]
+            self._put(producer or self._producer, message, headers, options)
+
+        return send
 
     def _key(self, body: Any, headers: dict[str, Any]) -> IdempotencyKey | None:
         args, kwargs = body[:2]
@@ -239,24 +264,13 @@ class RecordingProducer:
         return key
 
     def _recorded(self, headers: dict[str, Any], record: Callable[[], bool]) -> bool:
-        """Record a message; one that cannot be refused may leave unrecorded in the end.
-
-        What Celery sends as it closes a job's books is such a one: a chord whose body could not be
-        sent counts as failed, and no replay sends it again. It is waited for, as a claim is; then
-        it goes out as a message from a stranger does, and is recorded at its claim.
-        """
-        until = time.monotonic() + self._settings.claim_timeout
-        while True:
-            try:
-                return record()
-            except StoreUnavailable as error:
-                if not _is_closing_books(headers["id"]):
-                    raise
-                events.emit(events.STORE_UNAVAILABLE, worker=self._submitter, reason=str(error))
-            if time.monotonic() >= until:
-                del headers[RECORDED_HEADER]
-                return True
-            time.sleep(CLOSING_POLL_SECONDS)
+        """Record a message, in the end perhaps not; True when it is to be sent."""
+        answer = recorded_in_the_end(
+            record, job_id=headers["id"], settings=self._settings, submitter=self._submitter
+        )
+        if answer is None:
+            del headers[RECORDED_HEADER]
+        return answer is not False
 
     def _version_after_replaced(self, job_id: str) -> int:
         """Return the message version of the task of a replacing canvas that has the job's id.
@@ -317,13 +331,12 @@ class RecordingProducer:
             resend.is_put_off = put_off
             return not put_off
         job = self._new_job(message, headers, options, key)
-        if not self._submit(job):
+        if not submitted(self._store, job):
             # A job with this id exists, in whatever state: it is that job, and to run it
             # again is ``resume`` (design, section 9). A chain whose step was sent twice in a
             # crash window ends here, too.
             return False
         self._dispatch_count = 1
-        events.emit(events.JOB_SUBMITTED, job_id=job.job_id, task=self._task)
         return True
 
     def _new_job(
@@ -351,16 +364,6 @@ class RecordingProducer:
             follows=headers["id"] != _may_exist.get(),
         )
 
-    def _submit(self, job: NewJob) -> bool:
-        if job.key is None:
-            return transitions.submit(self._store, job)
-        existing = transitions.submit_keyed(self._store, job)
-        if existing is None or existing.job_id == job.job_id:
-            return existing is None
-        if not existing.same_arguments:
-            raise IdempotencyConflict(job.task, job.key.text, existing.job_id)
-        raise JobExists(existing.job_id)
-
     def _record_again(self, again: transitions.Again, resend: Resend) -> None:
         """End the attempt by the new version of its own job."""
         replaces = resend.kind is LateOutcome.REPLACED
@@ -385,19 +388,8 @@ class RecordingProducer:
 
     def _send(self, message: Message, headers: dict[str, Any], options: dict[str, Any]) -> Any:
         job_id = headers["id"]
-        if headers.get(RECORDED_HEADER):
-            headers[DISPATCH_HEADER] = dispatch_key(
-                job_id, message.version, self._dispatch_count or 1
-            )
-        headers[VERSION_HEADER] = message.version
         try:
-            return self._producer.publish(
-                message.body,
-                content_type=message.content_type,
-                content_encoding=message.content_encoding,
-                headers=headers,
-                **options,
-            )
+            return self._put(self._producer, message, headers, options)
         except Exception as error:
             # Whether the broker has it is not known. It stays queued, and the reaper sends it
             # again under the same id: the claim lets one of the two run.
@@ -412,6 +404,22 @@ class RecordingProducer:
                 raise
             return None
 
+    def _put(
+        self, producer: Any, message: Message, headers: dict[str, Any], options: dict[str, Any]
+    ) -> Any:
+        if headers.get(RECORDED_HEADER):
+            headers[DISPATCH_HEADER] = dispatch_key(
+                headers["id"], message.version, self._dispatch_count or 1
+            )
+        headers[VERSION_HEADER] = message.version
+        return producer.publish(
+            message.body,
+            content_type=message.content_type,
+            content_encoding=message.content_encoding,
+            headers=headers,
+            **options,
+        )
+
     def _give_back(self, job_id: str, version: int) -> None:
         try:
             transitions.undispatch(
@@ -420,6 +428,53 @@ class RecordingProducer:
         except StoreUnavailable as error:
             # Then it counts as dispatched, and is sent again after lease_queued_timeout.
             events.emit(events.STORE_UNAVAILABLE, worker=self._submitter, reason=str(error))
+
+
+def recorded_in_the_end(
+    record: Callable[[], T], *, job_id: str, settings: Settings, submitter: str
+) -> T | None:
+    """Return what ``record`` returns; None: what cannot be refused leaves unrecorded in the end.
+
+    What Celery sends as it closes a job's books is such a one: a chord whose body could not be
+    sent counts as failed, and no replay sends it again. It is waited for, as a claim is; then
+    it goes out as a message from a stranger does, and is recorded at its claim.
+
+    Raises:
+        StoreUnavailable: it can be refused: nothing was recorded.
+    """
+    until = time.monotonic() + settings.claim_timeout
+    while True:
+        try:
+            return record()
+        except StoreUnavailable as error:
+            if not _is_closing_books(job_id):
+                raise
+            events.emit(events.STORE_UNAVAILABLE, worker=submitter, reason=str(error))
+        if time.monotonic() >= until:
+            return None
+        time.sleep(CLOSING_POLL_SECONDS)
+
+
+def submitted(store: Store, job: NewJob) -> bool:
+    """Record a new job; False when there is one with its id, in whatever state.
+
+    Raises:
+        StoreUnavailable: nothing is known to be written; nothing may be published.
+        IdempotencyConflict: its key is held by a job with other arguments.
+        JobExists: its key is held.
+    """
+    if job.key is None:
+        is_new = transitions.submit(store, job)
+    else:
+        existing = transitions.submit_keyed(store, job)
+        if existing is not None and existing.job_id != job.job_id:
+            if not existing.same_arguments:
+                raise IdempotencyConflict(job.task, job.key.text, existing.job_id)
+            raise JobExists(existing.job_id)
+        is_new = existing is None
+    if is_new:
+        events.emit(events.JOB_SUBMITTED, job_id=job.job_id, task=job.task)
+    return is_new
 
 
 def key_of(

@@ -20,12 +20,13 @@ import hashlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any, ClassVar
 
 from billiard.exceptions import TimeLimitExceeded
-from celery import Task, signals
+from celery import Signature, Task, signals
 from celery.app.trace import task_has_custom
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
@@ -34,6 +35,7 @@ from kombu.utils.encoding import safe_repr
 
 from celery_lease import bookkeeping, events, interrupt
 from celery_lease.backoff import UNCOUNTED_ENDS
+from celery_lease.bulk import BATCH, batched
 from celery_lease.dispatch import ending_error
 from celery_lease.exceptions import (
     BodyAborted,
@@ -200,6 +202,54 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         except IdempotencyConflict:
             self._forget_pending(options["task_id"])
             raise
+
+    def submit_many(
+        self, calls: Iterable[Sequence[Any] | Signature], *, producer: Any = None, **options: Any
+    ) -> list[Any]:
+        """Submit many jobs of this task, recorded in a few statements.
+
+        Args:
+            calls: each the positional arguments of one, or a signature of this task, with
+                arguments and options of its own. It may be a generator: a batch is read, recorded
+                and sent before the next one is read.
+            producer: a kombu producer, None for one of the app's pool.
+            **options: for each of them, as of ``apply_async``; a signature's own win.
+
+        Returns:
+            The ``AsyncResult`` of each job, in the order of the calls.
+
+        Raises:
+            StoreUnavailable: the batch it happened in is not known to be recorded, and none of
+                it was sent; earlier ones were.
+            TypeError: a call is neither: nothing of its batch is recorded or sent.
+            PayloadTooLarge: a message is over ``lease_max_message_bytes``: nothing of its batch
+                is recorded or sent.
+            IdempotencyConflict: a key is held by a job with other arguments; so there, too.
+
+        .. versionadded:: 0.1
+        """
+        make = extension_of(self.app).batch
+        left, results = iter(calls), []
+        # Read before the batch begins: what a generator submits by itself is recorded at once.
+        while some := [self._call_of(call) for call in islice(left, BATCH)]:
+            with batched(make, self.app, producer) as own:
+                results += [
+                    call.apply_async(producer=own, **{**options, **call.options}) for call in some
+                ]
+        return results
+
+    def _call_of(self, call: Sequence[Any] | Signature) -> Any:
+        if isinstance(call, dict):
+            if call.get("task") != self.name:
+                raise TypeError(
+                    f"submit_many() of {self.name} got a signature of {call.get('task')}"
+                )
+            return self.app.signature(call)
+        if isinstance(call, list | tuple):
+            return self.s(*call)
+        raise TypeError(
+            f"submit_many() of {self.name} got {call!r}: write a tuple of arguments, or a signature"
+        )
 
     def _forget_pending(self, task_id: str) -> None:
         """Stop listening for a result that will not come: Celery began before it published."""

@@ -33,7 +33,7 @@ def bench(folder: Path, *options: str) -> Any:
 
 def test_a_quick_bench_runs_and_a_job_is_submitted_by_one_statement_and_run_by_two(tmp_path: Path):
     sizes = ("--jobs", "50", "--history", "500", "--systems", "lease")
-    results = bench(tmp_path, *sizes, "--parts", "throughput,beat,past")
+    results = bench(tmp_path, *sizes, "--parts", "throughput,bulk,beat,past")
 
     (run,) = results["runs"]
     assert "celery-lease, Redis results" in (tmp_path / "latest.md").read_text()

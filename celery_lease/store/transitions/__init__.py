@@ -15,7 +15,7 @@ to check.
 
 from celery_lease.store.transitions.claim_statements import DUE_SLACK_SECONDS
 from celery_lease.store.transitions.claiming import claim, outcome_of, take_over
-from celery_lease.store.transitions.dispatching import dispatch, settle, undispatch
+from celery_lease.store.transitions.dispatching import dispatch, settle, undispatch, undispatch_many
 from celery_lease.store.transitions.ending import (
     Again,
     Parting,
@@ -46,7 +46,7 @@ from celery_lease.store.transitions.results import (
     yield_chord,
 )
 from celery_lease.store.transitions.retention import prune, record_pass
-from celery_lease.store.transitions.submission import submit
+from celery_lease.store.transitions.submission import submit, submit_many
 from celery_lease.store.transitions.timing import expire_unstarted, pass_deadline, wake
 from celery_lease.store.transitions.vanishing import expire, lost
 
@@ -92,8 +92,10 @@ __all__ = [
     "size_chord",
     "submit",
     "submit_keyed",
+    "submit_many",
     "take_over",
     "undispatch",
+    "undispatch_many",
     "wake",
     "yield_chord",
 ]

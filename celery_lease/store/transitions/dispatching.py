@@ -52,6 +52,31 @@ def dispatch(store: Store, candidate: Dispatchable, *, replay: bool = False) -> 
     return store.retrying(work)
 
 
+def undispatch_many(store: Store, job_ids: Sequence[str]) -> int:
+    """Say that the first messages of many jobs did not leave: the reaper sends them.
+
+    Returns:
+        How many jobs are still as they were submitted; the others have moved on.
+    """
+    job = store.tables.job
+    statement = by_primary_key(
+        sa.update(job)
+        .where(
+            job.c.id.in_(job_ids),
+            job.c.dispatch_count == 1,
+            unindexed(job.c.state.in_(WAITING), job.c.message_version == 1),
+        )
+        .values(dispatched_at=None),
+        job,
+    )
+
+    def work() -> int:
+        with store.single() as connection:
+            return int(connection.execute(statement).rowcount)
+
+    return store.retrying(work)
+
+
 def undispatch(
     store: Store, job_id: str, *, dispatch_count: int | None, message_version: int | None = None
 ) -> bool:

@@ -6,6 +6,7 @@ A job with an idempotency key holds it from this very statement on (``submit_key
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -45,6 +46,40 @@ def submit(store: Store, job: NewJob) -> bool:
     return store.retrying(work)
 
 
+def submit_many(store: Store, jobs: Sequence[NewJob]) -> set[str]:
+    """Record many jobs, and the first version of the message of each, in one transaction.
+
+    Args:
+        store: the store.
+        jobs: jobs without an idempotency key; a few hundred, all in memory at once.
+
+    Returns:
+        The ids of the rows that are the caller's to publish. The others exist already, as in
+        ``submit``: only then is each job recorded by itself.
+
+    Raises:
+        StoreUnavailable: nothing is known to be written; nothing may be published.
+    """
+    tries = 0
+    # Two callers never wait for each other.
+    in_order = sorted(jobs, key=lambda job: job.job_id)
+
+    def work() -> set[str]:
+        nonlocal tries
+        tries += 1
+        try:
+            with store.transaction() as connection:
+                insert_in(store, connection, [job_parameters(job) for job in in_order])
+        except IntegrityError:
+            return {job.job_id for job in jobs if submit_again(job)}
+        return {job.job_id for job in jobs}
+
+    def submit_again(job: NewJob) -> bool:
+        return insert_job(store, job) or (tries > 1 and is_own_submit(store, job))
+
+    return store.retrying(work) if jobs else set()
+
+
 def insert_job(store: Store, job: NewJob, *, holds_key: bool = True) -> bool:
     """Insert a job and its message.
 
@@ -71,8 +106,10 @@ def insert_job(store: Store, job: NewJob, *, holds_key: bool = True) -> bool:
     return True
 
 
-def insert_in(store: Store, connection: Connection, parameters: dict[str, Any]) -> None:
-    """Insert a job and its message in a transaction of the caller's."""
+def insert_in(
+    store: Store, connection: Connection, parameters: dict[str, Any] | list[dict[str, Any]]
+) -> None:
+    """Insert a job and its message, or many, in a transaction of the caller's."""
     connection.execute(built(store, "submit_job", _insert_job_statement), parameters)
     connection.execute(built(store, "submit_message", insert_message_statement), parameters)
 

@@ -164,6 +164,10 @@ def _bodies(app: Celery, book: Ledger) -> None:  # noqa: C901 - a list of tasks
         app.tasks["t.mark"].apply(args=(tag,))
         return bool(current_lease().is_held)
 
+    @app.task(name="t.submits_many", base=LeasedTask)
+    def submits_many(tag: str, count: int) -> list[str]:
+        return [result.id for result in app.tasks["t.mark"].submit_many([(tag,)] * count)]
+
     @app.task(name="t.pid", base=LeasedTask)
     def pid() -> int:
         return os.getpid()
