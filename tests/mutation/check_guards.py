@@ -80,6 +80,13 @@ GUARDS = (
         "test_submit.py",
     ),
     Guard("submit: only after a first try", "submit", "tries > 1 and", "", "test_submit.py"),
+    Guard(
+        "submit_many: own rows",
+        "submit_many",
+        "is_own_submit(store, job)",
+        "True",
+        "test_submit_many.py",
+    ),
     # the result backend's tables
     Guard(
         "results: a success is final",
@@ -1251,6 +1258,27 @@ GUARDS = (
     ),
     Guard(
         "undispatch: job", "undispatch", "job.c.id == job_id,", "", "test_dispatch.py test_claim.py"
+    ),
+    Guard(
+        "undispatch_many: first dispatch",
+        "undispatch_many",
+        "job.c.dispatch_count == 1,",
+        "",
+        "test_submit_many.py",
+    ),
+    Guard(
+        "undispatch_many: waiting",
+        "undispatch_many",
+        "job.c.state.in_(WAITING), ",
+        "",
+        "test_submit_many.py",
+    ),
+    Guard(
+        "undispatch_many: first message",
+        "undispatch_many",
+        ", job.c.message_version == 1",
+        "",
+        "test_submit_many.py",
     ),
     Guard(
         "settle: token",
