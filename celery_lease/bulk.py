@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 #: Jobs in memory at once, and in one transaction.
 BATCH = 500
+#: Bytes of message bodies in a transaction, and one message more: MariaDB takes 16 MB in one
+#: statement by default (``max_allowed_packet``), headers and all.
+BATCH_BYTES = 4_000_000
 
 
 class Batch:
@@ -50,6 +53,7 @@ class Batch:
         self._settings = settings
         self._submitter = submitter
         self._held: list[tuple[NewJob, Send]] = []
+        self._bytes = 0
         self._is_broker_away = False
 
     def take(self, job: NewJob, send: Send) -> None:
@@ -65,7 +69,8 @@ class Batch:
             job = replace(job, dispatched=False)
         if job.key is None:
             self._held.append((job, send))
-            if len(self._held) >= BATCH:
+            self._bytes += len(job.message.body)
+            if len(self._held) >= BATCH or self._bytes >= BATCH_BYTES:
                 self.flush()
         elif self._in_the_end(job, lambda: submitted(self._store(), job)):
             self._send([(job, send)])
@@ -78,7 +83,7 @@ class Batch:
         Raises:
             StoreUnavailable: none of it is known to be recorded, and none is sent.
         """
-        held, self._held = self._held, []
+        held, self._held, self._bytes = self._held, [], 0
         if not held:
             return
         jobs = [job for job, _ in held]

@@ -176,6 +176,17 @@ def test_a_group_of_an_app_without_leased_tasks_is_celerys_own() -> None:
     assert len(result.children) == 2
 
 
+def test_large_messages_are_recorded_a_few_at_a_time(idle: Site, inserts: list[str]) -> None:
+    size = 300_000
+    assert 100 * size > 16_777_216, "what one statement of MariaDB may have"
+
+    group(idle.task("t.mark").s("x" * size) for _ in range(100)).apply_async()
+
+    assert len(idle.jobs()) == len(sent(idle)) == 100
+    # A job and a message each time.
+    assert len(inserts) == 2 * -(-100 // (1 + bulk.BATCH_BYTES // size))
+
+
 # --- keys ----------------------------------------------------------------------------------------
 
 
