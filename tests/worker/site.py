@@ -88,10 +88,13 @@ class Site:
         # A result that is collected later would connect again, to what may be gone.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
+            # Celery keeps those of a chord's header until somebody has asked for them.
+            self.app.backend._pending_results.concrete.clear()
             gc.collect()
         self.app.backend.on_task_call = None
         consumer = getattr(self.app.backend, "result_consumer", None)
-        if consumer is not None:
+        # That of RPC cannot be stopped if nobody has waited for a result.
+        if consumer is not None and getattr(consumer, "_connection", self) is not None:
             consumer.stop()
         client = self.app.backend.__dict__.get("client")
         if client is not None:

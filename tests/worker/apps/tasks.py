@@ -21,6 +21,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_lease import HandOver, LeasedTask, current_lease
 from tests.worker.apps.breakable import add_breakable_tasks
 from tests.worker.apps.keyed import add_keyed_tasks
+from tests.worker.apps.twins import add_twins
 
 try:
     from pydantic import BaseModel
@@ -83,6 +84,7 @@ def make_app(*, broker: str, backend: str | None, store: str, ledger: str, **con
     _forms(app, book)
     add_breakable_tasks(app, book)
     add_keyed_tasks(app, book)
+    add_twins(app, book)
     return app
 
 
