@@ -310,13 +310,17 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
     def _replaced(self, lease: Lease, sig: Any) -> Any:
         extension = extension_of(self.app)
         runtime = extension.runtime
-        if sig.get("subtask_type") is None and is_leased(self.app.tasks.get(sig.task)):
+        first = _first_of(sig)
+        # In a chain the rest of the chain follows the replacement, and is one canvas with it.
+        if first.options.get("task_id") == lease.job_id and is_leased(
+            self.app.tasks.get(first.task)
+        ):
             resend = Resend(
                 runtime=runtime,
                 lease=lease,
                 kind=LateOutcome.REPLACED,
                 shielded=shielded,
-                keeps_key=sig.task == self.name,
+                keeps_key=first.task == self.name,
             )
             with resending(resend):
                 try:
@@ -340,6 +344,13 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         )
         lease.ended_by = "replace"
         raise Ignore("replaced")
+
+
+def _first_of(sig: Any) -> Any:
+    """Return what leaves first when a signature is sent: of a chain its first step."""
+    while sig.get("subtask_type") == "chain" and sig.tasks:
+        sig = sig.tasks[0]
+    return sig
 
 
 def _template_problems(cls: type[LeasedTask]) -> list[str]:

@@ -100,7 +100,7 @@ def link(step: Steps) -> Cell:
 
 
 def link_error(step: Steps) -> Cell:
-    canvas = step("a", then="fail").on_error(step.on_error("e"))
+    canvas = step("a", then="fail a").on_error(step.on_error("e"))
     return Cell(step.tag, canvas, {"a": None, "e": ["e", f"{step.tag}-a"]}, unnamed=("e",))
 
 
@@ -136,7 +136,7 @@ def nested(step: Steps) -> Cell:
 
 def failing_chord(step: Steps) -> Cell:
     body = step("d").on_error(step.on_error("e"))
-    canvas = chord([step("a"), step("b", then="fail")], body)
+    canvas = chord([step("a"), step("b", then="fail b")], body)
     values = {"a": ["a"], "b": None, "e": ["e", f"{step.tag}-d"]}
     return Cell(step.tag, canvas, values, unnamed=("e",), never=("d",))
 

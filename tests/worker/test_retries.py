@@ -212,6 +212,19 @@ def test_a_leased_replacement_goes_on_under_the_same_job(site: Site) -> None:
     assert (job["failure_count"], job["lost_count"]) == (0, 0)
 
 
+def test_a_leased_replacement_takes_the_rest_of_its_chain_with_it(site: Site) -> None:
+    """Celery makes one chain of the two: its first step has the job's own id (B066)."""
+    tag, after = site.tag(), site.tag()
+
+    result = chain(site.task("p.replace").si(tag, "leased"), site.task("t.mark").si(after)).delay()
+
+    assert result.get(timeout=15) == result.parent.get(timeout=1) == "marked"
+    site.until(result.parent.id, "succeeded", settled=True)
+    assert site.states(result.parent.id) == ["replaced", "completed"]
+    assert site.facts(tag) == ["replace by leased token 1", "mark 2"]
+    assert site.facts(after) == ["mark 1"]
+
+
 def test_a_replacement_may_replace_itself(site: Site) -> None:
     tag = site.tag()
 
