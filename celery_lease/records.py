@@ -127,6 +127,7 @@ class Delivery:
         worker_now: the runner's own clock, kept for diagnosis and never compared.
         replay: True when the reaper sent this message to have a final outcome published again.
         settle_grace_seconds: how long a fresh outcome is left to the runner that made it.
+        dispatch_count: which dispatch of its job the message says it is, None when it does not.
     """
 
     job_id: str
@@ -138,6 +139,7 @@ class Delivery:
     worker_now: datetime
     replay: bool = False
     settle_grace_seconds: float = 30.0
+    dispatch_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

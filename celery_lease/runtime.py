@@ -147,6 +147,7 @@ class Runtime:
         message_version: int,
         task_settings: TaskSettings,
         replay: bool = False,
+        dispatch_count: int | None = None,
     ) -> tuple[ClaimAnswer, Lease | None]:
         """Claim a delivery, waiting through a short outage of the store.
 
@@ -166,6 +167,7 @@ class Runtime:
             worker_now=_now(),
             replay=replay,
             settle_grace_seconds=self.settings.settle_grace,
+            dispatch_count=dispatch_count,
         )
         sends: list[float] = []
         if self._owner_file is not None:

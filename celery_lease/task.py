@@ -59,6 +59,7 @@ from celery_lease.messages import (
     RECORDED_HEADER,
     SETTLES_MARK,
     VERSION_HEADER,
+    dispatch_count_of,
     is_replay,
 )
 from celery_lease.outcomes import failure_of, type_name
@@ -485,6 +486,7 @@ class _Delivery:
             message_version=version,
             task_settings=self._settings,
             replay=is_replay(self._request.get(DISPATCH_HEADER)),
+            dispatch_count=dispatch_count_of(self._request),
         )
 
     def _adopt(self) -> None:

@@ -13,7 +13,6 @@ from sqlalchemy import select
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.sql.elements import ColumnElement
 
-from celery_lease.backoff import LARGEST_GAP
 from celery_lease.records import (
     Dispatchable,
     Held,
@@ -23,6 +22,7 @@ from celery_lease.records import (
     PassRecord,
 )
 from celery_lease.states import AttemptState, JobState
+from celery_lease.store import suspects
 from celery_lease.store.dialects import Later, SecondsBetween, clock
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions import outcome_of
@@ -42,25 +42,51 @@ def undispatched(store: Store, *, limit: int) -> list[Dispatchable]:
 
 
 def unclaimed(store: Store, *, queued_timeout: float, limit: int) -> list[Dispatchable]:
-    """Return queued jobs that nobody has claimed for ``queued_timeout`` seconds after a dispatch.
+    """Return queued jobs whose message is taken for lost, and a few that are to find that out.
 
-    The gap doubles with each dispatch since the job was queued, up to a cap, so that a backlog does
-    not multiply its messages without end: ``backoff.redispatch_gap_seconds`` is the formula.
+    A message that nobody claimed for ``queued_timeout`` seconds is only suspected: in a backlog
+    each one is merely late. Those that were overtaken are lost; of a queue without evidence a few
+    are sent again as probes (``suspects``). The gap doubles with each dispatch of a job since it
+    was queued, up to a cap: ``backoff.redispatch_gap_seconds`` is the formula.
+
+    Returns:
+        At most ``limit``, the overtaken ones first; empty also while nothing is known.
     """
+    if not _is_anything_suspected(store, queued_timeout):
+        return []
     job = store.tables.job
-    waited = SecondsBetween(job.c.available_at, job.c.dispatched_at)
-    since = SecondsBetween(job.c.dispatched_at, clock())
-    statement = (
-        _candidates(job)
-        .where(
-            job.c.state == JobState.QUEUED.value,
-            job.c.dispatched_at <= Later(clock(), -queued_timeout),
-            sa.or_(since - waited >= queued_timeout, since >= LARGEST_GAP * queued_timeout),
-        )
-        .order_by(job.c.dispatched_at, job.c.id)
-        .limit(limit)
+    overtaken = _read_candidates(
+        store, suspects.overtaken(store, _candidates(job), queued_timeout).limit(limit)
     )
-    return _read_candidates(store, statement)
+    if len(overtaken) >= limit:
+        return overtaken
+    found = {one.job_id: one for one in overtaken}
+    for queue in _silent_queues(store, queued_timeout):
+        probes = suspects.probes(queue, _candidates(job), job, queued_timeout)
+        for one in _read_candidates(store, probes.limit(queue.probe_count)):
+            found.setdefault(one.job_id, one)
+    return list(found.values())[:limit]
+
+
+def _is_anything_suspected(store: Store, queued_timeout: float) -> bool:
+    statement = suspects.first(store, queued_timeout)
+
+    def work() -> bool:
+        with store.single() as connection:
+            return connection.execute(statement).first() is not None
+
+    return store.retrying(work)
+
+
+def _silent_queues(store: Store, queued_timeout: float) -> list[suspects.SilentQueue]:
+    statement = suspects.silent_queues(store, queued_timeout)
+
+    def work() -> list[suspects.SilentQueue]:
+        with store.single() as connection:
+            return [suspects.SilentQueue(**row) for row in connection.execute(statement).mappings()]
+
+    found = store.retrying(work)
+    return [queue for queue in found if queue.is_due(queued_timeout)]
 
 
 def dispatchable(store: Store, job_id: str) -> Dispatchable | None:

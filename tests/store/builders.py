@@ -92,6 +92,7 @@ def new_delivery(job_id: str = "job", **changes: Any) -> Delivery:
             "nonce": os.urandom(8).hex(),
             "lease_seconds": 30.0,
             "worker_now": WORKER_NOW,
+            "dispatch_count": 1,
         }
         | changes
     )

@@ -23,6 +23,7 @@ def claim_parameters(delivery: Delivery) -> dict[str, Any]:
     return {
         "p_id": delivery.job_id,
         "p_version": delivery.message_version,
+        "p_dispatch": delivery.dispatch_count,
         "p_owner": delivery.owner,
         "p_worker": clean(delivery.worker, 255),
         "p_nonce": delivery.nonce,
@@ -63,6 +64,11 @@ def _running_values(job: Any) -> dict[Any, Any]:
         job.c.state_reason: sa.null(),
         job.c.fencing_token: job.c.fencing_token + 1,
         job.c.lease_owner: bindparam("p_owner"),
+        # Kept only if it is when the message that is claimed here was sent, and not a later copy:
+        # it is the evidence that older messages of the queue are lost (``queries.unclaimed``).
+        job.c.dispatched_at: case(
+            (job.c.dispatch_count == bindparam("p_dispatch", type_=sa.Integer), job.c.dispatched_at)
+        ),
     }
 
 
