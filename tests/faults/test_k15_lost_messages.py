@@ -43,8 +43,9 @@ def fill(stage: Stage, number: int) -> None:
     """Have so many jobs wait, each with its row, its recorded message and its message."""
     model = stage.send({}).id
     stage.execute(
-        "INSERT INTO celery_lease_message SELECT new.id, version, replace(headers, :model, new.id), "
-        "replace(properties, :model, new.id), body, content_type, content_encoding, exchange, "
+        "INSERT INTO celery_lease_message SELECT new.id, version, "
+        "replace(headers, :model, new.id), replace(properties, :model, new.id), "
+        "body, content_type, content_encoding, exchange, "
         f"routing_key, created_at FROM celery_lease_message, {_NEW_IDS} WHERE job_id = :model",
         model=model,
         number=number - 1,
@@ -84,10 +85,11 @@ def pass_time(stage: Stage, seconds: float) -> None:
 
 
 def an_hour(stage: Stage) -> None:
-    """Make the passes of an hour, one a minute: what one does at once, twelve do no more."""
+    """Let an hour pass, a minute at a time; a second pass in a minute finds nothing to do."""
     for _ in range(62):
         pass_time(stage, 60.0)
         stage.run_pass()
+        assert "dispatched" not in stage.run_pass()
 
 
 @counts(1000, 10_000)
