@@ -108,6 +108,11 @@ def _cancelled(given: Mapping[str, object]) -> Told:
     return [("task-revoked", revoked), ("lease-cancelled", _details(given))]
 
 
+def _refused(given: Mapping[str, object]) -> Told:
+    # Celery has said STARTED. Who cancelled the job may be no worker, and have said nothing.
+    return _cancelled(given) if given.get("state") == JobState.CANCELLED.value else []
+
+
 def _single(kind: str) -> Callable[[Mapping[str, object]], Told]:
     return lambda given: [(kind, _details(given))]
 
@@ -137,6 +142,7 @@ def _plain(value: object) -> object:
 _MAKERS: Final[Mapping[str, Callable[[Mapping[str, object]], Told]]] = MappingProxyType(
     {
         events.LEASE_EXPIRED: _vanished,
+        events.CLAIM_REFUSED: _refused,
         events.ATTEMPT_STALLED: _stalled,
         events.JOB_RELEASED: _released,
         events.JOB_HELD: _single("lease-held"),

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from celery.states import READY_STATES
 
+from celery_lease import revocation
 from celery_lease.bookkeeping import is_chord_unsent
 from celery_lease.reaper import report_cancelled, report_vanished
 from celery_lease.records import Failure, Held
+from celery_lease.revocation import Revocation
 from celery_lease.runtime import owner_prefix
-from celery_lease.states import JobState, LossCause
+from celery_lease.states import LossCause
 from celery_lease.store import queries, transitions
 from celery_lease.worker import node_name
 
@@ -138,15 +140,16 @@ def _has_outcome(backend: Any, job_id: str) -> bool:
 
 def cancel_revoked(extension: Extension, store: Store, job_id: str) -> None:
     """End a job that Celery revoked, whichever worker forgets the revocation afterwards."""
-    del extension
-    if transitions.cancel(store, job_id, reason="revoked") is not JobState.CANCELLED:
-        return
-    report_cancelled(job_id, worker=node_name(), reason="revoked")
-    found = queries.outcome(store, job_id)
-    if found is not None:
-        # Celery has told it already: REVOKED is stored, and its chord has the part.
-        outcome = found[0]
-        transitions.settle(store, [(job_id, outcome.fencing_token, outcome.finished_at)])
+    revocation.end_heard(extension, store, Revocation((job_id,)))
+
+
+def cancel_stamped(extension: Extension, store: Store, job_id: str, *, dispatch_count: int) -> None:
+    """End a job whose first message this worker has refused, for a stamp that it remembers."""
+    if transitions.cancel_dispatched(
+        store, job_id, dispatch_count=dispatch_count, reason=revocation.REASON
+    ):
+        report_cancelled(job_id, worker=node_name(), reason=revocation.REASON)
+        extension.reaper().settle_now(job_id)
 
 
 def _lease_of(store: Store, gone: Gone) -> Held | None:

@@ -23,7 +23,7 @@ from celery import signals
 from celery.app.amqp import AMQP
 from celery.utils.imports import symbol_by_name
 
-from celery_lease import endings, periodic, steps, worker
+from celery_lease import periodic, steps, worker
 from celery_lease.bulk import Batch, batch_groups
 from celery_lease.celery_events import EventStream
 from celery_lease.claims import PATH_VARIABLE, ClaimTeller, LocalTeller, Teller
@@ -33,6 +33,7 @@ from celery_lease.messages import KEY_HEADER
 from celery_lease.owners import OwnerFolder
 from celery_lease.reaper import PassResult, Reaper
 from celery_lease.recording import RecordingProducer
+from celery_lease.revocation import StoringControl
 from celery_lease.runtime import PerProcess, Runtime
 from celery_lease.settings import (
     Settings,
@@ -335,6 +336,7 @@ def install(app: Any, **settings: Any) -> Extension:
 def _wire(app: Any, extension: Extension) -> None:
     _record_publishes(app, extension)
     batch_groups(_batches_of)
+    _store_revocations(app, extension)
     periodic.register(app, extension.run_pass)
     step, end_step = steps.steps_for(extension)
     app.steps["worker"].add(step)
@@ -365,6 +367,16 @@ def _record_publishes(app: Any, extension: Extension) -> None:
     if made is not None:
         made.__class__ = kind
         made.__dict__.pop("send_task_message", None)
+
+
+def _store_revocations(app: Any, extension: Extension) -> None:
+    """Have every remote control command of the app pass ``StoringControl``."""
+    base = symbol_by_name(app.control_cls)
+    kind = type("LeaseControl", (StoringControl, base), {"_lease_extension": extension})
+    app.control_cls = kind
+    made = app.__dict__.get("control")
+    if made is not None:
+        made.__class__ = kind
 
 
 class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
@@ -420,14 +432,6 @@ def _stop_runtimes(**_: Any) -> None:
         extension.stop_runtime()
 
 
-def _revoked(sender: Any = None, request: Any = None, expired: Any = None, **_: Any) -> None:
-    """Tell the store of a revocation: it lives in the memory of the workers alone (B079)."""
-    if expired or not is_leased(sender):
-        # What expired is ended by the reaper, by the store's clock.
-        return
-    extension_of(sender.app).tell(functools.partial(endings.cancel_revoked, job_id=request.id))
-
-
 def _schedule_in_beat(sender: Any, **_: Any) -> None:
     """Put the reaper back into a schedule that was assigned after the app was finalized."""
     conf, extension = sender.app.conf, _extensions.get(sender.app)
@@ -453,6 +457,5 @@ def _shutting_down(**_: Any) -> None:
 signals.worker_ready.connect(_watch_signals, weak=False)
 signals.worker_shutting_down.connect(_shutting_down, weak=False)
 signals.beat_init.connect(_schedule_in_beat, weak=False)
-signals.task_revoked.connect(_revoked, weak=False)
 signals.worker_process_shutdown.connect(_stop_runtimes, weak=False)
 signals.worker_shutdown.connect(_stop_runtimes, weak=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -320,6 +320,20 @@ class Reaper:
                 self.settle(*found)
             except PublishFailed:
                 return
+
+    def settle_many(self, job_ids: Sequence[str]) -> None:
+        """Have Celery told the outcomes of final jobs, one batch of them; passes do the rest.
+
+        Whoever waits for this must not wait for thousands, nor for each of them where the broker
+        or the result backend is away.
+        """
+        for job_id in job_ids[: self._settings.reaper_batch]:
+            found = queries.outcome(self._store, job_id)
+            if found is not None:
+                try:
+                    self.settle(*found)
+                except PublishFailed:
+                    return
 
     def _prune(self, result: PassResult) -> None:
         with self._around():

@@ -20,6 +20,7 @@ from typing import Any
 
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.signals import task_revoked
 from celery.worker import state
 from celery.worker.request import Request
 from celery.worker.request import logger as request_logger
@@ -28,10 +29,18 @@ from celery.worker.state import task_ready
 from celery_lease import events
 from celery_lease.claims import Answer, Claim
 from celery_lease.deaths import death_reason
-from celery_lease.endings import Gone, limit_exceeded, runner_lost, settle_told
+from celery_lease.endings import (
+    Gone,
+    cancel_revoked,
+    cancel_stamped,
+    limit_exceeded,
+    runner_lost,
+    settle_told,
+)
 from celery_lease.extension import Extension, extension_of
-from celery_lease.messages import RECORDED_HEADER, dispatch_count_of
+from celery_lease.messages import RECORDED_HEADER, VERSION_HEADER, dispatch_count_of
 from celery_lease.records import Held
+from celery_lease.revocation import is_stamped
 from celery_lease.settings import Ack
 from celery_lease.task import encode_error
 
@@ -158,6 +167,76 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         with suppress(NotImplementedError):
             super().cancel(pool, signal, **options)
 
+    # -- what revokes it -----------------------------------------------------------------------
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether the store knows the job, as far as is known here."""
+        return self._claim is not None or bool(self._request_dict.get(RECORDED_HEADER))
+
+    def revoked(self) -> bool:
+        """Tell whether the delivery is not even to be handed to the pool.
+
+        Celery goes by what this worker remembers and by this host's clock. Of a recorded job the
+        store is asked, by the claim: it knows of revocations before this worker's start, of
+        ``resume`` after one, and has the clock that ``expires`` is counted on. A stamp that was
+        revoked before the job was submitted is in no store: what the worker remembers of it holds
+        for the job's first message.
+        """
+        if not self._is_recorded:
+            return bool(super().revoked())
+        if not self._already_revoked and self._is_stamped_anew():
+            request_logger.info("Discarding revoked task: %s[%s]", self.name, self.id)
+            self._announce_revoked("revoked", terminated=False, signum=None, expired=False)
+        return bool(self._already_revoked)
+
+    def _is_stamped_anew(self) -> bool:
+        """Tell whether it is a job's first message, and has a stamp that was revoked before."""
+        headers = self._request_dict
+        if headers.get(VERSION_HEADER) != 1 or dispatch_count_of(headers) != 1:
+            return False
+        return is_stamped(headers.get("stamps"), state.revoked_stamps)
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """End the body of a revoked job at once; the store ends the job.
+
+        Celery would also remember to end a body that has not begun: its claim is refused instead,
+        unless somebody has resumed the job meanwhile. Threads and solo cannot end a body: it is
+        interrupted at its next heartbeat.
+        """
+        if self._is_recorded and not self.time_start:
+            return
+        with suppress(NotImplementedError):
+            super().terminate(pool, signal)
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:  # noqa: FBT001  Celery's signature
+        """Say that the delivery was revoked, and have the store end the job.
+
+        Whoever ends it in the store tells Celery's result backend and the chord, and does it once.
+        """
+        is_recorded = self._is_recorded
+        if not is_recorded:
+            super()._announce_revoked(reason, terminated, signum, expired)
+        else:
+            task_ready(self)
+            self.send_event("task-revoked", terminated=terminated, signum=signum, expired=expired)
+            self.acknowledge()
+            self._already_revoked = True
+            task_revoked.send(
+                self.task,
+                request=self._context,
+                terminated=terminated,
+                signum=signum,
+                expired=expired,
+            )
+        if expired:
+            # What expired is ended by the reaper, by the store's clock.
+            return
+        word = functools.partial(cancel_revoked, job_id=self.id)
+        if is_recorded and not terminated:
+            word = functools.partial(cancel_stamped, job_id=self.id, dispatch_count=1)
+        self._extension.tell(word)
+
     def _say_stopping(self) -> None:
         """Have the child know that the signal that ends its body is ours: it gives the job back."""
         claims, claim = self._extension.claims, self._claim
@@ -181,7 +260,7 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
     def _on_gone(self, error: BaseException) -> None:
         """Have the store told that the child is gone; it says what the job does next."""
         task_ready(self)
-        recorded = self._claim is not None or self._request_dict.get(RECORDED_HEADER)
+        recorded = self._is_recorded
         if self._is_reported:
             return
         self._is_reported = True
@@ -191,7 +270,7 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         else:
             self.acknowledge()
         if self._already_revoked:
-            # The store is told of that by ``task_revoked``.
+            # The store was told of that.
             return
         gone = self._gone(error)
         claims = self._extension.claims

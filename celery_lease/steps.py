@@ -21,6 +21,7 @@ from celery_lease.celery_events import EventStream
 from celery_lease.claims import PATH_VARIABLE, ClaimSocket
 from celery_lease.exceptions import StoreUnavailable
 from celery_lease.intake import end_intake
+from celery_lease.revocation import listen
 from celery_lease.stopping import StopFlag
 from celery_lease.store import transitions
 from celery_lease.worker import ForkGate, WorkerClaims, WorkerThread, be_node, node_name
@@ -64,6 +65,7 @@ class _LeaseStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has n
             is_on=bool(parent.task_events),
         )
         self.extension.begin_worker()
+        listen(self.extension)
         claims = self.extension.claims
         if claims is not None and is_forking(parent):
             claims.socket = _claim_socket(claims)

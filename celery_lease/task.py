@@ -500,11 +500,13 @@ class _Delivery:
     def _refused(self, answer: ClaimAnswer) -> Ignore:
         refusal = answer.refusal.value if isinstance(answer, Refused) else "pruned"
         owner = answer.owner if isinstance(answer, Refused) else None
+        state = answer.state if isinstance(answer, Refused) else None
         events.emit(
             events.CLAIM_REFUSED,
             job_id=self._request.id,
             worker=self._runtime.worker,
             refusal=refusal,
+            state=None if state is None else state.value,
             owner=owner,
             dispatch=self._request.get(DISPATCH_HEADER),
         )

@@ -249,7 +249,7 @@ class WorkerClaims:
         self._owners[claim.owner] = None
         if len(self._owners) > MOST_OWNERS:
             self._owners.pop(next(iter(self._owners)))
-        for request in _copied(state.active_requests):
+        for request in copied(state.active_requests):
             if request.id == claim.job_id and request.worker_pid == claim.pid:
                 if hasattr(request, "on_claimed"):
                     return request.on_claimed(claim)  # type: ignore[no-any-return]
@@ -288,8 +288,8 @@ class WorkerClaims:
                 self.socket.answer(answer, claim.pid)
 
 
-def _copied(requests: Any) -> tuple[Any, ...]:
-    """Copy a set that other threads of a threads pool change meanwhile."""
+def copied(requests: Any) -> tuple[Any, ...]:
+    """Copy a set of requests that other threads of a threads pool change meanwhile."""
     while True:
         try:
             return tuple(requests)

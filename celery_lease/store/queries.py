@@ -6,6 +6,7 @@ What a person or a program reads of jobs and attempts is in ``models`` and ``his
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -151,6 +152,63 @@ def message(store: Store, job_id: str, version: int) -> Message | None:
             exchange=row["exchange"],
             routing_key=row["routing_key"],
         )
+
+    return store.retrying(work)
+
+
+def stamped(
+    store: Store, needles: Sequence[str], *, after: str, limit: int
+) -> list[tuple[str, str]]:
+    """Return jobs that are not final and whose newest message may carry a stamp, by id.
+
+    The headers are text here: who asks reads them, and decides.
+
+    Args:
+        store: the store.
+        needles: texts, one of which stands in the headers.
+        after: the last id of the page before, empty for the first.
+        limit: rows at most.
+
+    Returns:
+        Each id with its headers, JSON; fewer than ``limit`` on the last page.
+    """
+    job, table = store.tables.job, store.tables.message
+    statement = (
+        select(job.c.id, table.c.headers)
+        .join(
+            table,
+            sa.and_(table.c.job_id == job.c.id, table.c.version == job.c.message_version),
+        )
+        .where(
+            # Each state has an index without the jobs of the past.
+            job.c.state.in_([state.value for state in JobState if not state.is_final]),
+            job.c.finished_at.is_(None),
+            job.c.id > after,
+            sa.or_(*(table.c.headers.contains(needle, autoescape=True) for needle in needles)),
+        )
+        .order_by(job.c.id)
+        .limit(limit)
+    )
+
+    def work() -> list[tuple[str, str]]:
+        with store.single() as connection:
+            return [(row["id"], row["headers"]) for row in connection.execute(statement).mappings()]
+
+    return store.retrying(work)
+
+
+def cancelled(store: Store, job_ids: Sequence[str]) -> list[str]:
+    """Return which of these few jobs are cancelled; without a question when there are none."""
+    if not job_ids:
+        return []
+    job = store.tables.job
+    statement = select(job.c.id).where(
+        job.c.id.in_(job_ids), job.c.state == JobState.CANCELLED.value
+    )
+
+    def work() -> list[str]:
+        with store.single() as connection:
+            return sorted(connection.execute(statement).scalars())
 
     return store.retrying(work)
 

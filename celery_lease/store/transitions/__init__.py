@@ -46,6 +46,7 @@ from celery_lease.store.transitions.results import (
     yield_chord,
 )
 from celery_lease.store.transitions.retention import prune, record_pass
+from celery_lease.store.transitions.revoking import cancel_all, cancel_dispatched
 from celery_lease.store.transitions.submission import submit, submit_many
 from celery_lease.store.transitions.timing import expire_unstarted, pass_deadline, wake
 from celery_lease.store.transitions.vanishing import expire, lost
@@ -56,6 +57,8 @@ __all__ = [
     "Parting",
     "accept",
     "cancel",
+    "cancel_all",
+    "cancel_dispatched",
     "claim",
     "claim_chord",
     "close_chord",

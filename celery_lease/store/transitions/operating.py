@@ -25,13 +25,7 @@ def cancel(store: Store, job_id: str, *, reason: str = "cancelled") -> JobState 
         ``cancelled`` when it was ended now, else the final state it is in; None: no such job.
     """
     job = store.tables.job
-    values = {
-        "state": JobState.CANCELLED.value,
-        "state_reason": clean(reason, 255),
-        "finished_at": clock(),
-        "lease_owner": None,
-        "active_key": None,
-    }
+    values = cancelled_values(reason)
 
     def work() -> JobState | None:
         with store.transaction() as connection:
@@ -51,6 +45,17 @@ def cancel(store: Store, job_id: str, *, reason: str = "cancelled") -> JobState 
             return JobState.CANCELLED
 
     return store.retrying(work)
+
+
+def cancelled_values(reason: str) -> dict[str, Any]:
+    """Return what a job's row says when it was ended by request."""
+    return {
+        "state": JobState.CANCELLED.value,
+        "state_reason": clean(reason, 255),
+        "finished_at": clock(),
+        "lease_owner": None,
+        "active_key": None,
+    }
 
 
 def _operate(

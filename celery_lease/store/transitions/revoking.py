@@ -1,0 +1,128 @@
+"""``cancel`` for many jobs at once, and for the job of one delivery: what Celery revokes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.sql.elements import ColumnElement
+
+from celery_lease.states import JobState
+from celery_lease.store.engine import Store
+from celery_lease.store.transitions.operating import cancel, cancelled_values
+from celery_lease.store.transitions.statements import FINAL
+from celery_lease.store.transitions.timing import stop_running
+
+#: Jobs ended in one transaction, which holds their rows for so long.
+BATCH = 100
+
+
+def cancel_all(store: Store, job_ids: Iterable[str], *, reason: str) -> list[str]:
+    """End many jobs by request, in batches: anything but final → cancelled.
+
+    A batch that was ended stays so when a later one cannot be.
+
+    Args:
+        store: the store.
+        job_ids: any number of ids; unknown ones and final jobs are left alone.
+        reason: who says so and why.
+
+    Returns:
+        The ids of the jobs that were ended now, sorted.
+
+    Raises:
+        StoreUnavailable: the store could not be used, or a job's row stayed locked.
+    """
+    wanted = sorted(set(job_ids))
+    ended: list[str] = []
+    for start in range(0, len(wanted), BATCH):
+        ended += _cancel_batch(store, wanted[start : start + BATCH], reason)
+    return ended
+
+
+def _cancel_batch(store: Store, job_ids: list[str], reason: str) -> list[str]:
+    job = store.tables.job
+    open_ones = select(job.c.id).where(job.c.id.in_(job_ids), job.c.finished_at.is_(None))
+    locked = (
+        select(job)
+        .where(job.c.id.in_(job_ids), job.c.finished_at.is_(None))
+        .order_by(job.c.id)
+        .with_for_update(skip_locked=True)
+    )
+
+    def read() -> list[str]:
+        with store.single() as connection:
+            return list(connection.execute(open_ones).scalars())
+
+    def work() -> list[str]:
+        with store.transaction() as connection:
+            return [
+                row["id"]
+                for row in connection.execute(locked).mappings().all()
+                if stop_running(
+                    store,
+                    connection,
+                    row,
+                    cancelled_values(reason),
+                    guard=_still(job, row["state"]),
+                    reason=reason,
+                )
+            ]
+
+    # Most of what an app revokes may be no job of ours: that costs one read and no lock.
+    left = store.retrying(read)
+    if not left:
+        return []
+    ended = store.retrying(work)
+    for job_id in sorted(set(left) - set(ended)):
+        # Its row was locked: it is waited for alone.
+        if cancel(store, job_id, reason=reason) is JobState.CANCELLED:
+            ended.append(job_id)
+    return sorted(ended)
+
+
+def _still(job: Any, state: str) -> list[ColumnElement[bool]]:
+    return [job.c.state == state, job.c.finished_at.is_(None)]
+
+
+def cancel_dispatched(store: Store, job_id: str, *, dispatch_count: int, reason: str) -> bool:
+    """End the job of a delivery that a worker has refused to run, if it is still that one's.
+
+    A job that was dispatched since, or that somebody has resumed, is left alone: the worker's
+    reason is older than that.
+
+    Args:
+        store: the store.
+        job_id: the job.
+        dispatch_count: of the delivery.
+        reason: why.
+
+    Returns:
+        True when it was ended now.
+    """
+    job = store.tables.job
+    locked = (
+        select(job)
+        .where(
+            job.c.id == job_id,
+            job.c.state.not_in(FINAL),
+            job.c.dispatch_count == dispatch_count,
+            job.c.dispatched_at.is_not(None),
+        )
+        .with_for_update()
+    )
+
+    def work() -> bool:
+        with store.transaction() as connection:
+            row = connection.execute(locked).mappings().first()
+            return row is not None and stop_running(
+                store,
+                connection,
+                row,
+                cancelled_values(reason),
+                guard=[*_still(job, row["state"]), job.c.dispatch_count == dispatch_count],
+                reason=reason,
+            )
+
+    return store.retrying(work)
