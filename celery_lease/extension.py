@@ -33,7 +33,7 @@ from celery_lease.messages import KEY_HEADER
 from celery_lease.owners import OwnerFolder
 from celery_lease.reaper import PassResult, Reaper
 from celery_lease.recording import RecordingProducer
-from celery_lease.revocation import StoringControl
+from celery_lease.revocation import store_first
 from celery_lease.runtime import PerProcess, Runtime
 from celery_lease.settings import (
     Settings,
@@ -336,7 +336,6 @@ def install(app: Any, **settings: Any) -> Extension:
 def _wire(app: Any, extension: Extension) -> None:
     _record_publishes(app, extension)
     batch_groups(_batches_of)
-    _store_revocations(app, extension)
     periodic.register(app, extension.run_pass)
     step, end_step = steps.steps_for(extension)
     app.steps["worker"].add(step)
@@ -369,16 +368,6 @@ def _record_publishes(app: Any, extension: Extension) -> None:
         made.__dict__.pop("send_task_message", None)
 
 
-def _store_revocations(app: Any, extension: Extension) -> None:
-    """Have every remote control command of the app pass ``StoringControl``."""
-    base = symbol_by_name(app.control_cls)
-    kind = type("LeaseControl", (StoringControl, base), {"_lease_extension": extension})
-    app.control_cls = kind
-    made = app.__dict__.get("control")
-    if made is not None:
-        made.__class__ = kind
-
-
 class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
     """AMQP whose task sender records leased tasks."""
 
@@ -404,6 +393,21 @@ def extension_of(app: Any) -> Extension:
     """Return an app's extension, installed if it is not yet."""
     app = app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
     return _extensions.get(app) or install(app)
+
+
+def extension_if_leased(app: Any) -> Extension | None:
+    """Return an app's extension; None for an app without leased tasks, as far as is known here.
+
+    Tasks are bound late, and a process that only revokes may not even import them: the app that
+    says where its store is has some.
+    """
+    app = app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
+    if app not in _extensions:
+        if app.conf.get("lease_store_url"):
+            return install(app)
+        if not app.finalized and app.autofinalize:
+            app.finalize(auto=True)
+    return _extensions.get(app)
 
 
 def store_of(app: Any) -> Store:
@@ -454,6 +458,7 @@ def _shutting_down(**_: Any) -> None:
             extension.stop_flag.set()
 
 
+store_first(extension_if_leased)
 signals.worker_ready.connect(_watch_signals, weak=False)
 signals.worker_shutting_down.connect(_shutting_down, weak=False)
 signals.beat_init.connect(_schedule_in_beat, weak=False)

@@ -3,8 +3,8 @@
 Celery keeps a revocation in the memory of the workers that hear it: it is gone when they restart,
 and was never there where none was up (B079). A leased job is cancelled in the store instead, which
 refuses the claim and interrupts the body at its next heartbeat. Two sides do so. Who revokes writes
-it before the broadcast, whether or not a worker hears that (``StoringControl``). A worker that
-hears a revocation tells the store too: it may come from an app that knows no store (``listen``).
+it before the broadcast, whether or not a worker hears that (``store_first``). A worker that hears a
+revocation tells the store too: it may come from an app that knows no store (``listen``).
 
 What it is not: it decides nothing of a delivery (``request``), and unleased tasks are Celery's.
 Read: celery 5.5 to 5.7, ``celery/app/control.py`` and ``celery/worker/control.py``.
@@ -26,7 +26,7 @@ from celery.worker.control import Panel
 from celery.worker.state import requests
 from kombu.utils import json as kombu_json
 
-from celery_lease.exceptions import StoreError, StoreUnavailable
+from celery_lease.exceptions import LeaseError, StoreError, StoreUnavailable
 from celery_lease.reaper import report_cancelled
 from celery_lease.store import queries, transitions
 from celery_lease.worker import copied, node_name
@@ -137,54 +137,78 @@ def _needle(name: str, value: Any) -> str:
     return json.dumps(value if isinstance(value, str | int | float) else name)
 
 
-class StoringControl(Control):  # type: ignore[misc]  # Celery has no types
-    """The app's remote control, whose revocations are in the store before any worker hears them.
+# -- who revokes -------------------------------------------------------------------------------
 
-    Everything goes by ``broadcast``: ``AsyncResult.revoke``, ``GroupResult.revoke``,
-    ``app.control.revoke`` and ``terminate``, and ``celery control revoke``.
+
+def store_first(extension_of: Callable[[Any], Extension | None]) -> None:
+    """Have every app of this process write a revocation into its store before it is sent.
+
+    Everything goes by ``Control.broadcast``: ``AsyncResult.revoke``, ``GroupResult.revoke``,
+    ``app.control.revoke`` and ``terminate``, ``celery control revoke`` and Flower. The method
+    itself is wrapped, once a process. A class of control of its own, as an app has one for AMQP,
+    comes too late: an app that only revokes binds no task, and so has no extension yet.
+
+    Args:
+        extension_of: gives an app's extension, None for an app without leased tasks.
     """
+    sending = Control.broadcast
+    if hasattr(sending, "stores_revocations"):
+        return
 
-    _lease_extension: Extension
-
-    def broadcast(self, command: str, arguments: Any = None, *args: Any, **options: Any) -> Any:
-        """Send a command to the workers; see ``celery.app.control.Control.broadcast``.
-
-        A leased job is cancelled for all workers, also with a ``destination``.
-
-        Raises:
-            StoreUnavailable: the workers were told, and the store was not.
-        """
+    @functools.wraps(sending)
+    def broadcast(
+        self: Control, command: str, arguments: Any = None, *args: Any, **options: Any
+    ) -> Any:
         revocation = revocation_of(command, {**options, **(arguments or {})})
-        if revocation is None:
-            return super().broadcast(command, arguments, *args, **options)
-        ended: list[str] = []
-        away: StoreError | None = None
-        try:
-            ended = cancel_revoked(self._lease_extension.store, revocation)
-            if revocation.stamps:
-                arguments = {**(arguments or {}), _STORED: True}
-        except StoreError as error:
-            away = error
-        try:
-            answer = super().broadcast(command, arguments, *args, **options)
-        finally:
-            # After the broadcast, for it stops bodies; also without, for the jobs have ended.
-            self._close_books(ended)
-        if away is not None:
-            raise _told_workers_only(away) from away
-        return answer
+        extension = None if revocation is None else extension_of(self.app)
+        if revocation is None or extension is None:
+            return sending(self, command, arguments, *args, **options)
+        return _send_stored(
+            extension,
+            revocation,
+            lambda more: sending(self, command, {**(arguments or {}), **more}, *args, **options),
+        )
 
-    def _close_books(self, job_ids: list[str]) -> None:
-        if not job_ids:
-            return
-        try:
-            self._lease_extension.reaper().settle_many(job_ids)
-        except StoreError as error:
-            # The next pass does it.
-            logger.warning("lease.job.untold problem=%s", error)
+    broadcast.stores_revocations = True  # type: ignore[attr-defined]
+    Control.broadcast = broadcast
 
 
-def _told_workers_only(error: StoreError) -> StoreError:
+def _send_stored(
+    extension: Extension, revocation: Revocation, send: Callable[[Mapping[str, Any]], Any]
+) -> Any:
+    """End the leased jobs of a revocation, then send it, whatever came of the first.
+
+    Raises:
+        StoreUnavailable: the workers were told, and the store was not.
+    """
+    ended: list[str] = []
+    away: LeaseError | None = None
+    try:
+        ended = cancel_revoked(extension.store, revocation)
+    except LeaseError as error:
+        away = error
+    is_searched = bool(revocation.stamps) and away is None
+    try:
+        answer = send({_STORED: True} if is_searched else {})
+    finally:
+        # After the broadcast, for it stops bodies; also without, for the jobs have ended.
+        _close_books(extension, ended)
+    if away is not None:
+        raise _told_workers_only(away) from away
+    return answer
+
+
+def _close_books(extension: Extension, job_ids: list[str]) -> None:
+    if not job_ids:
+        return
+    try:
+        extension.reaper().settle_many(job_ids)
+    except StoreError as error:
+        # The next pass does it.
+        logger.warning("lease.revocation.untold problem=%s", error)
+
+
+def _told_workers_only(error: LeaseError) -> LeaseError:
     if not isinstance(error, StoreUnavailable):
         return error
     return StoreUnavailable(

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery, chord, group
 
+from celery_lease import install
+from celery_lease.exceptions import StoreUnavailable
 from tests.faults.brokers import Broker
-from tests.faults.stage import Stage
+from tests.faults.stage import APP, LEASE, SLACK, Stage
+from tests.faults.tasks import make_app
+from tests.support.waiting import eventually
 
-# --- nobody is there to hear it -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["result", "control", "terminate", "list", "stamp"])
-def test_what_is_revoked_while_no_worker_is_up_never_runs(
-    how: str, broker: Broker, make_stage: Callable[..., Stage]
-) -> None:
-    """B079: the revocation is in the store, and the claim refuses."""
-    stage = make_stage(broker=broker)
-    signature = stage.signature({})
-    signature.stamp(order="A 7%_'é")
-    sent = signature.apply_async()
-
-    revoke(stage, how, sent.id)
-    stage.worker(concurrency=1)
-    after = stage.send({})
-
-    stage.assert_accepted_once(after.id, 1)
-    assert_cancelled(stage, sent.id, attempts=0)
-    stage.wait_quiet()
+#: Needs every trick that JSON, LIKE and a URL know.
+STAMP = "A 7%_'\\é"
+#: A renewal comes each third of a lease, ±10 %.
+HEARTBEAT = 1.1 * LEASE / 3
+WAYS = ["result", "control", "terminate", "list", "stamp"]
 
 
 def revoke(stage: Stage, how: str, job_id: str, **options: Any) -> None:
@@ -40,9 +35,16 @@ def revoke(stage: Stage, how: str, job_id: str, **options: Any) -> None:
         "control": lambda: control.revoke(job_id, **options),
         "terminate": lambda: control.terminate(job_id, **options),
         "list": lambda: control.revoke(["unknown", job_id], **options),
-        "stamp": lambda: control.revoke_by_stamped_headers({"order": ["B", "A 7%_'é"]}, **options),
+        "stamp": lambda: control.revoke_by_stamped_headers({"order": ["B", STAMP]}, **options),
     }
     ways[how]()
+
+
+def send_stamped(stage: Stage, plan: dict[str, Any], *, task: str = "work", **options: Any) -> str:
+    """Send a job with the stamp, and return its id."""
+    signature = stage.signature(plan, task=task)
+    signature.stamp(order=STAMP)
+    return str(signature.apply_async(**options).id)
 
 
 def assert_cancelled(stage: Stage, job_id: str, *, attempts: int) -> None:
@@ -53,4 +55,301 @@ def assert_cancelled(stage: Stage, job_id: str, *, attempts: int) -> None:
     assert len(stage.ledger.read("begin", job=job_id)) == attempts
     assert stage.ledger.read("end", job=job_id) == []
     assert stage.wait_result(job_id)[0] == "REVOKED"
-    assert {status for status, _ in stage.published(job_id)} <= {"REVOKED"}
+    assert {status for status, _ in stage.published(job_id)} <= {"STARTED", "REVOKED"}
+
+
+def celery(stage: Stage, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``celery -A …`` with the app of the stage."""
+    return subprocess.run(
+        [sys.executable, "-m", "celery", "-A", APP, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**{k: v for k, v in os.environ.items() if "PYTEST" not in k}, **stage.env()},
+    )
+
+
+# --- nobody is there to hear it -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_is_revoked_while_no_worker_is_up_never_runs(
+    how: str, make_stage: Callable[..., Stage]
+) -> None:
+    """B079: the revocation is in the store, and the claim refuses."""
+    stage = make_stage()
+    sent, kept = send_stamped(stage, {}), stage.signature({})
+    kept.stamp(order="C")
+    kept_id = kept.apply_async().id
+
+    revoke(stage, how, sent)
+    assert_cancelled(stage, sent, attempts=0)
+    stage.worker(concurrency=1)
+
+    stage.assert_accepted_once(kept_id, 1)
+    stage.wait_quiet()
+    assert_cancelled(stage, sent, attempts=0)
+
+
+def test_a_command_line_revokes_while_no_worker_is_up(make_stage: Callable[..., Stage]) -> None:
+    """B079: ``celery control revoke`` says that nobody answered, and the job has ended."""
+    stage = make_stage()
+    by_id, by_stamp = send_stamped(stage, {}), stage.signature({})
+    by_stamp.stamp(order="C")
+    stamped = by_stamp.apply_async().id
+    cancelled = stage.send({}).id
+
+    said = celery(stage, "control", "revoke", by_id)
+    celery(stage, "control", "revoke_by_stamped_headers", "order=C", "malformed")
+    celery(stage, "lease", "cancel", cancelled, "--reason", "not wanted, says Ada")
+
+    assert "No nodes replied" in said.stderr
+    for job_id in (by_id, stamped, cancelled):
+        assert_cancelled(stage, job_id, attempts=0)
+    assert stage.job(cancelled)["state_reason"] == "not wanted, says Ada"
+
+
+def test_a_revoked_eta_job_stays_revoked_over_a_restart(
+    broker: Broker, make_stage: Callable[..., Stage]
+) -> None:
+    """B079: its message is in a worker's memory; that worker and its revocations die."""
+    stage = make_stage(broker=broker)
+    killed = stage.worker(concurrency=1)
+    sent = stage.signature({}).apply_async(countdown=4)
+    killed.wait_log(f"[{sent.id}] received")
+
+    stage.result(sent.id).revoke()
+    killed.kill_group()
+    stage.worker(concurrency=1)
+    later = stage.signature({}).apply_async(countdown=5)
+
+    stage.assert_accepted_once(later.id, 1)
+    assert_cancelled(stage, sent.id, attempts=0)
+
+
+def test_a_revocation_that_a_stranger_sends_is_written_by_who_hears_it(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """B079: an app that knows no store revokes; the worker that heard it is killed."""
+    stage = make_stage()
+    killed = stage.worker(concurrency=1)
+    by_id = stage.signature({}).apply_async(countdown=60).id
+    by_stamp = send_stamped(stage, {}, countdown=60)
+
+    with Celery("stranger", broker=stage.broker.url, set_as_current=False) as stranger:
+        stranger.control.revoke(["unknown", by_id])
+        stranger.control.revoke_by_stamped_headers({"order": STAMP})
+        for one in (by_id, by_stamp):
+            assert_cancelled(stage, one, attempts=0)
+        killed.kill_group()
+
+    assert stage.run_pass().get("dispatched", 0) == 0
+
+
+def test_a_store_that_is_away_is_said_and_the_workers_are_told(
+    make_stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    """A revocation is durable, or it raises; here a worker, which has the store, writes it."""
+    stage = make_stage()
+    stage.worker(concurrency=1)
+    sent = stage.signature({}).apply_async(countdown=60)
+    nowhere = {"broker_url": stage.broker.url, "lease_store_url": "postgresql://u:p@127.0.0.1:1/x"}
+    with make_app(nowhere, tmp_path) as cut_off:
+        install(cut_off)
+
+        with pytest.raises(StoreUnavailable, match=r"sent to the workers, and is not in the store"):
+            cut_off.control.revoke(sent.id)
+
+    assert_cancelled(stage, sent.id, attempts=0)
+
+
+# --- bodies that run ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cancel", *WAYS])
+def test_a_running_body_stops_within_a_heartbeat(
+    how: str, make_stage: Callable[..., Stage], record_property: Callable[[str, object], None]
+) -> None:
+    """B078: cancelled in the store or revoked, and not run again though a worker is free."""
+    stage = make_stage()
+    first, _ = stage.workers(2, concurrency=1)
+    sent = send_stamped(stage, {"wait": {"*": "never"}}, task="interruptible")
+    stage.wait_begun(sent)
+
+    asked = time.monotonic()
+    if how == "cancel":
+        assert celery(stage, "lease", "cancel", sent, "--reason", "x").returncode == 0
+        asked = time.monotonic()
+    else:
+        revoke(stage, how, sent)
+
+    assert_cancelled(stage, sent, attempts=1)
+    if how == "terminate":
+        eventually(lambda: stage.broker.unacknowledged() == 0)
+    else:
+        (stopped,) = eventually(lambda: stage.ledger.read("interrupted"), timeout=LEASE + SLACK)
+        record_property("stopped_seconds", stopped["monotonic"] - asked)
+        assert stopped["monotonic"] - asked <= HEARTBEAT + SLACK
+    assert stage.run_pass().get("dispatched", 0) == 0
+    for _ in range(2):
+        stage.assert_accepted_once(stage.send({}).id, 1)
+    assert_cancelled(stage, sent, attempts=1)
+    assert stage.job(sent)["lost_count"] == 0
+    assert first.is_running
+
+
+@pytest.mark.parametrize("ack", ["claim", "late"])
+@pytest.mark.parametrize("number", ["TERM", "KILL"])
+@pytest.mark.parametrize("who", ["we", "stranger"])
+def test_a_terminated_body_is_not_run_again(
+    who: str, number: str, ack: str, broker: Broker, make_stage: Callable[..., Stage]
+) -> None:
+    """B078: its child dies under it; the death is no loss, and its message is not redelivered."""
+    stage = make_stage(broker=broker, lease_duration=60.0, lease_ack=ack)
+    stage.workers(2, concurrency=1)
+    sent = stage.send({"wait": {"*": "never"}}, link=stage.note("link"))
+    stage.wait_begun(sent.id)
+
+    asked = time.monotonic()
+    if who == "we":
+        stage.app.control.revoke(sent.id, terminate=True, signal=number)
+    else:
+        with Celery("stranger", broker=stage.broker.url, set_as_current=False) as stranger:
+            stranger.control.revoke(sent.id, terminate=True, signal=number)
+
+    assert_cancelled(stage, sent.id, attempts=1)
+    assert time.monotonic() - asked <= 1.0 + 2 * SLACK
+    for _ in range(3):
+        stage.assert_accepted_once(stage.send({}).id, 1)
+    stage.wait_quiet()
+    assert stage.run_pass().get("dispatched", 0) == 0
+    assert_cancelled(stage, sent.id, attempts=1)
+    assert stage.job(sent.id)["lost_count"] == 0
+    assert stage.ledger.read("link") == []
+
+
+@pytest.mark.parametrize("pool", ["threads", "gevent"])
+def test_a_pool_without_processes_stops_it_too(pool: str, make_stage: Callable[..., Stage]) -> None:
+    """B078: Celery's threads cannot terminate; the next heartbeat does."""
+    stage = make_stage()
+    worker = stage.worker(pool=pool, concurrency=2)
+    sent = stage.signature({"wait": {"*": "never"}}, task="interruptible").apply_async()
+    stage.wait_begun(sent.id)
+
+    stage.result(sent.id).revoke(terminate=True)
+
+    assert_cancelled(stage, sent.id, attempts=1)
+    stage.wait_quiet()
+    stage.assert_accepted_once(stage.send({}).id, 1)
+    assert worker.is_running
+
+
+# --- on the way to a body -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminate", [False, True])
+def test_a_job_that_was_handed_to_the_pool_is_revoked(
+    terminate: bool,  # noqa: FBT001  a parameter
+    make_stage: Callable[..., Stage],
+) -> None:
+    """B080: two run, the third waits in the pool."""
+    stage = make_stage(worker_prefetch_multiplier=4, lease_duration=60.0)
+    worker = stage.worker(concurrency=2)
+    busy = [stage.send({"wait": {"*": "go"}}).id for _ in range(2)]
+    third = stage.send({}).id
+    for one in busy:
+        stage.wait_begun(one)
+    worker.wait_log(f"[{third}] received")
+
+    stage.result(third).revoke(terminate=terminate)
+    stage.ledger.open_gate("go")
+
+    for one in busy:
+        stage.assert_accepted_once(one, 1)
+    stage.wait_quiet()
+    stage.assert_accepted_once(stage.send({}).id, 1)
+    assert_cancelled(stage, third, attempts=0)
+
+
+@pytest.mark.parametrize("how", ["control", "terminate", "stamp"])
+def test_a_revoked_job_that_is_resumed_runs_where_its_revocation_is_remembered(
+    how: str, make_stage: Callable[..., Stage]
+) -> None:
+    """B080: the store decides at the claim, not what a worker has heard some time ago."""
+    stage = make_stage(worker_prefetch_multiplier=4)
+    worker = stage.worker(concurrency=1)
+    busy = stage.send({"wait": {"*": "go"}}).id
+    stage.wait_begun(busy)
+    sent = send_stamped(stage, {})
+    worker.wait_log(f"[{sent}] received")
+
+    revoke(stage, how, sent)
+    assert_cancelled(stage, sent, attempts=0)
+    said = celery(stage, "lease", "resume", sent, "--reason", "wanted after all")
+    assert said.returncode == 0, said.stderr
+    stage.ledger.open_gate("go")
+
+    stage.wait_settled(sent)
+    assert stage.job(sent)["state"] == "succeeded", stage.job(sent)
+    assert len(stage.ledger.read("begin", job=sent)) == 1
+    assert stage.wait_result(sent) == ("SUCCESS", 1)
+
+
+def test_a_stamp_that_workers_remember_ends_what_is_submitted_later(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """As in Celery, as long as a worker remembers it; then the end is in the store."""
+    stage = make_stage()
+    worker = stage.worker(concurrency=1)
+    stage.app.control.revoke_by_stamped_headers({"order": STAMP}, reply=True)
+
+    later = send_stamped(stage, {})
+    worker.wait_log("Discarding revoked task")
+
+    assert_cancelled(stage, later, attempts=0)
+    stage.wait_quiet()
+
+
+# --- what follows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["waiting", "running"])
+def test_a_revoked_part_ends_its_chord_once(when: str, make_stage: Callable[..., Stage]) -> None:
+    """The chord's error comes once, and its body never."""
+    stage = make_stage()
+    parts = [stage.signature({}), stage.signature({"wait": {"*": "never"}}, task="interruptible")]
+    if when == "running":
+        stage.worker(concurrency=2)
+    body = stage.note("body").on_error(stage.on_error())
+    chord(group(*parts), body, app=stage.app).apply_async()
+    revoked = eventually(
+        lambda: [m["job_id"] for m in stage.rows("message") if "interruptible" in m["headers"]]
+    )[0]
+    if when == "running":
+        stage.wait_begun(revoked)
+
+    stage.result(revoked).revoke(terminate=when == "running")
+    if when == "waiting":
+        stage.worker(concurrency=2)
+
+    assert_cancelled(stage, revoked, attempts=int(when == "running"))
+    eventually(lambda: stage.ledger.read("errback"))
+    stage.assert_accepted_once(stage.send({}).id, 1)
+    stage.wait_quiet()
+    assert len(stage.ledger.read("errback")) == 1
+    assert stage.ledger.read("body") == []
+
+
+def test_a_group_is_revoked_as_a_whole(make_stage: Callable[..., Stage]) -> None:
+    """``GroupResult.revoke`` is one command for all; it ends more than one batch."""
+    stage = make_stage()
+    sent = group(stage.signature({}) for _ in range(130)).apply_async()
+
+    sent.revoke()
+    while stage.run_pass().get("closed"):
+        pass
+
+    assert {row["state"] for row in stage.rows("job")} == {"cancelled"}
+    for one in sent.results:
+        assert_cancelled(stage, one.id, attempts=0)
