@@ -519,6 +519,9 @@ class _Delivery:
 
     def _replay(self, outcome: Outcome) -> Any:
         """Have Celery publish a stored outcome, without running the body."""
+        if outcome.state is JobState.CANCELLED:
+            self._tell_revoked(outcome)
+            raise Ignore(f"job {self._request.id} was cancelled")
         self.settle_after(outcome.fencing_token, outcome.finished_at)
         if outcome.state is JobState.SUCCEEDED:
             return self._stored_result(outcome)
@@ -529,6 +532,26 @@ class _Delivery:
             outcome.result, "application/json", "utf-8", accept=["application/json"]
         )
         raise self._task.backend.exception_to_python(meta)
+
+    def _tell_revoked(self, outcome: Outcome) -> None:
+        """Tell Celery of a cancelled job, for which a task can return or raise nothing.
+
+        Who cancelled it has done so already, unless it could not read the message.
+        """
+        request, task = self._request, self._task
+        ignored = request.ignore_result if request.ignore_result is not None else task.ignore_result
+        try:
+            task.backend.mark_as_revoked(
+                request.id,
+                str(ending_error(outcome, task=task.name)),
+                request=request,
+                store_result=not ignored,
+            )
+        except Exception:
+            # The result backend is away: a pass sends another message.
+            logger.exception("lease.job.untold job_id=%s", request.id)
+            return
+        self._runtime.settle_later((request.id, outcome.fencing_token, outcome.finished_at))
 
     def _stored_result(self, outcome: Outcome) -> Any:
         if outcome.result is None:

@@ -65,6 +65,8 @@ def make_app(conf: Mapping[str, Any], folder: Path) -> Celery:
         ledger.write("begin", **mine, checkpoint=lease.last_checkpoint)
         try:
             _go_through(task, plan, ledger, mine)
+            if "state" in plan:
+                task.update_state(state=plan["state"], meta={"done": 1})
             gate = _chosen(plan.get("wait", {}), token)
             if gate is not None:
                 ledger.wait_at(gate, lease.check if plan.get("check") else lambda: None)

@@ -341,6 +341,26 @@ def test_a_revoked_part_ends_its_chord_once(when: str, make_stage: Callable[...,
     assert stage.ledger.read("body") == []
 
 
+def test_a_chord_that_only_pickle_can_read_is_ended_by_a_worker(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """Who cancels decodes no pickle: the worker that gets the message tells Celery of it."""
+    stage = make_stage(task_serializer="pickle", accept_content=["json", "pickle"])
+    parts = [stage.signature({}), stage.signature({}, name="revoked").set(countdown=60)]
+    body = stage.note("body").on_error(stage.on_error())
+    sent = chord(group(*parts), body, app=stage.app).apply_async()
+    revoked = sent.parent.results[1].id
+
+    stage.result(revoked).revoke()
+    stage.worker(concurrency=1)
+
+    assert_cancelled(stage, revoked, attempts=0)
+    eventually(lambda: stage.ledger.read("errback"))
+    stage.assert_accepted_once(stage.send({}).id, 1)
+    assert len(stage.ledger.read("errback")) == 1
+    assert stage.ledger.read("body") == []
+
+
 def test_a_group_is_revoked_as_a_whole(make_stage: Callable[..., Stage]) -> None:
     """``GroupResult.revoke`` is one command for all; it ends more than one batch."""
     stage = make_stage()
@@ -353,3 +373,71 @@ def test_a_group_is_revoked_as_a_whole(make_stage: Callable[..., Stage]) -> None
     assert {row["state"] for row in stage.rows("job")} == {"cancelled"}
     for one in sent.results:
         assert_cancelled(stage, one.id, attempts=0)
+
+
+# --- time limits ----------------------------------------------------------------------------------
+
+
+def test_a_hard_limit_that_is_not_acknowledged_is_one_failure(
+    broker: Broker, make_stage: Callable[..., Stage]
+) -> None:
+    """B077: Celery would requeue it for ever, with a FAILURE each round; B082: after PROGRESS."""
+    stage = make_stage(broker=broker, task_acks_on_timeout=False)
+    stage.worker(concurrency=1)
+    sent = stage.send(
+        {"state": "PROGRESS", "wait": {"*": "never"}},
+        time_limit=1,
+        link_error=stage.on_error(),
+    )
+
+    job = stage.wait_settled(sent.id)
+
+    assert (job["state"], job["state_reason"], job["failure_count"]) == ("failed", "time_limit", 1)
+    assert [a["failure_class"] for a in stage.attempts(sent.id)] == ["time_limit"]
+    status, _ = stage.wait_result(sent.id)
+    assert status == "FAILURE"
+    stage.wait_quiet()
+    stage.assert_accepted_once(stage.send({}).id, 1)
+    assert [status for status, _ in stage.published(sent.id)] == ["PROGRESS", "FAILURE"]
+    assert len(stage.ledger.read("begin", job=sent.id)) == 1
+    for what in ("errback", "on_failure", "task_failure"):
+        assert len(stage.ledger.read(what, job=sent.id)) == 1, what
+
+
+# --- expiry ---------------------------------------------------------------------------------------
+
+
+def test_what_is_claimed_in_time_runs_and_what_is_not_never_does(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """B081: by the store's clock at the claim; it ends once, and is not dispatched again.
+
+    The worker's clock has no say: the rows' times are moved, not the messages'.
+    """
+    stage = make_stage(worker_prefetch_multiplier=4, lease_reaper_in_worker=False)
+    worker = stage.worker(concurrency=1)
+    busy = stage.send({"wait": {"*": "go"}}).id
+    stage.wait_begun(busy)
+    # For the worker's clock the first has expired when its turn comes, the second has not.
+    in_time, late = stage.send({}, expires=1).id, stage.send({}, expires=3600).id
+    for one in (in_time, late):
+        worker.wait_log(f"[{one}] received")
+    move = "UPDATE celery_lease_job SET expires_at = expires_at {} interval '1 hour' WHERE id = :id"
+    stage.execute(move.format("+"), id=in_time)
+    stage.execute(move.format("-"), id=late)
+    over = "SELECT clock_timestamp() > :at + interval '1 s'"
+    sent_at = stage.job(in_time)["created_at"]
+    eventually(lambda: stage.scalar(over, at=sent_at))
+
+    stage.ledger.open_gate("go")
+    stage.assert_accepted_once(in_time, 1)
+    worker.wait_log(f"lease.claim.refused job_id={late}")
+    counted = [stage.run_pass() for _ in range(2)]
+
+    assert_cancelled(stage, late, attempts=0)
+    assert stage.job(late)["state_reason"] == "expires"
+    assert [one.get("cancelled", 0) for one in counted] == [1, 0]
+    assert sum(one.get("dispatched", 0) for one in counted) == 0
+    assert stage.job(late)["dispatch_count"] <= 2  # the second is the closing of its books
+    inspected = stage.app.control.inspect().revoked()
+    assert list(inspected.values()) == [[]], "no flood of expired ids among the workers"

@@ -168,7 +168,7 @@ def _no_row(state: State, index: int, rules: Rules) -> Steps:
 
 def _finds_final(state: State, index: int, version: int) -> Steps:
     worker, job = state.workers[index], state.job
-    tellable = not job.settled and job.state != "cancelled" and job.version == version
+    tellable = not job.settled and job.version == version
     replayer = worker._replace(
         phase="publishing", outcome="replay", token=job.token, life=job.life, seen=0
     )
@@ -176,7 +176,7 @@ def _finds_final(state: State, index: int, version: int) -> Steps:
         yield _step(index, "claim", "replay"), _with(state, index, replayer)
         return
     yield _step(index, "claim", "final"), _free(state, index)
-    if tellable and state.left.slow:
+    if tellable and job.state != "cancelled" and state.left.slow:
         slow = state._replace(left=state.left._replace(slow=state.left.slow - 1))
         yield (
             _step(index, "claim", "aged: replay", fault=True),

@@ -347,9 +347,19 @@ def test_a_cancelled_job_is_refused_even_when_it_is_long_unsettled(store: Store)
     transitions.cancel(store, "job")
     move_back(store, "job", seconds=1000)
 
-    answer = transitions.claim(store, new_delivery(replay=True))
+    answer = transitions.claim(store, new_delivery())
 
     assert answer == Refused(Refusal.FINAL, JobState.CANCELLED)
+
+
+def test_a_cancelled_job_is_told_by_what_was_sent_for_that(store: Store) -> None:
+    submitted(store)
+    transitions.cancel(store, "job", reason="not wanted")
+
+    answer = transitions.claim(store, new_delivery(replay=True))
+
+    assert isinstance(answer, Replay)
+    assert (answer.outcome.state, answer.outcome.by_attempt) == (JobState.CANCELLED, False)
 
 
 # --- replay -------------------------------------------------------------------------------------

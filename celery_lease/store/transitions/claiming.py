@@ -163,7 +163,10 @@ def _final_answer(delivery: Delivery, seen: RowMapping) -> ClaimAnswer:
     # delivery of that moment must not send its callbacks a second time.
     if seen["settled_at"] is not None or (fresh and not delivery.replay):
         return Refused(Refusal.FINAL, state)
-    if state is JobState.CANCELLED or seen["message_version"] != delivery.message_version:
+    # Nobody's delivery has anything of a cancelled job to tell, but what was sent for that alone.
+    if state is JobState.CANCELLED and not delivery.replay:
+        return Refused(Refusal.FINAL, state)
+    if seen["message_version"] != delivery.message_version:
         return Refused(Refusal.FINAL, state)
     return Replay(outcome)
 
