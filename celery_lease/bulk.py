@@ -20,7 +20,15 @@ from celery import group
 
 from celery_lease import events
 from celery_lease.exceptions import StoreUnavailable
-from celery_lease.recording import Send, is_taken, recorded_in_the_end, submitted, taken_by
+from celery_lease.publishing import BrokerAway, LeaseConnections
+from celery_lease.recording import (
+    BROKER_AWAY,
+    Send,
+    is_taken,
+    recorded_in_the_end,
+    submitted,
+    taken_by,
+)
 from celery_lease.records import NewJob
 from celery_lease.settings import PublishOnError, Settings
 from celery_lease.store import transitions
@@ -42,13 +50,21 @@ class Batch:
         producer: sends them.
         store: of the app, when it is first needed.
         settings: the app's settings.
+        connections: the app's, for leased messages.
         submitter: who publishes, for the record.
     """
 
     def __init__(
-        self, *, producer: Any, store: Callable[[], Store], settings: Settings, submitter: str
+        self,
+        *,
+        producer: Any,
+        store: Callable[[], Store],
+        settings: Settings,
+        connections: LeaseConnections,
+        submitter: str,
     ) -> None:
         self._producer = producer
+        self._connections = connections if connections.serves(producer) else None
         self._store = store
         self._settings = settings
         self._submitter = submitter
@@ -99,10 +115,14 @@ class Batch:
         )
 
     def _send(self, taken: Sequence[tuple[NewJob, Send]], *, is_recorded: bool = True) -> None:
+        is_first = is_recorded
         for position, (job, send) in enumerate(taken):
-            if not job.dispatched:
+            if is_recorded and not job.dispatched:
                 continue
             try:
+                if is_first:
+                    self._ask_breaker()
+                    is_first = False
                 send(self._producer, is_recorded=is_recorded)
             except Exception as error:
                 events.emit(
@@ -114,11 +134,21 @@ class Batch:
                 if not is_recorded:
                     # Nobody would send them again.
                     raise
-                self._is_broker_away = True
-                self._give_back([job.job_id for job, _ in taken[position:]])
-                if self._settings.publish_on_error is PublishOnError.RAISE:
+                is_away = self._connections is None or self._connections.is_away(error)
+                is_wanted = self._settings.publish_on_error is PublishOnError.RAISE
+                if is_away or is_wanted:
+                    # One that the broker has refused counts as sent, and is not in the way.
+                    left = taken[position if is_away else position + 1 :]
+                    self._give_back([job.job_id for job, _ in left])
+                if is_wanted:
                     raise
-                return
+                if is_away:
+                    self._is_broker_away = True
+                    return
+
+    def _ask_breaker(self) -> None:
+        if self._connections is not None and self._connections.breaker.is_open():
+            raise BrokerAway(BROKER_AWAY)
 
     def _give_back(self, job_ids: Sequence[str]) -> None:
         try:

@@ -15,6 +15,7 @@ from kombu.utils import json as kombu_json
 
 from celery_lease import exceptions
 from celery_lease.messages import DISPATCH_HEADER, PLAIN_CONTENT, dispatch_key, plain_request
+from celery_lease.publishing import LeaseConnections
 from celery_lease.reaper import PublishFailed
 from celery_lease.records import Dispatchable, Message, Outcome
 from celery_lease.states import JobState
@@ -25,10 +26,12 @@ class BrokerPublisher:
 
     Args:
         app: the Celery app.
+        connections: the app's, for leased messages.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, connections: LeaseConnections) -> None:
         self._app = app
+        self._connections = connections
 
     def publish(self, candidate: Dispatchable, message: Message, *, replay: bool) -> None:
         """Put a stored message on the broker, as it was.
@@ -53,21 +56,30 @@ class BrokerPublisher:
         policy = dict(self._app.conf.task_publish_retry_policy)
         policy["max_retries"] = min(policy.get("max_retries") or 1, 1)
         try:
-            with self._app.producer_or_acquire() as producer:
-                producer.publish(
-                    message.body,
-                    content_type=message.content_type,
-                    content_encoding=message.content_encoding,
-                    headers=headers,
-                    exchange=message.exchange,
-                    routing_key=message.routing_key,
-                    declare=self._declared(candidate.queue),
-                    retry=True,
-                    retry_policy=policy,
-                    **properties,
-                )
+            self._publish(
+                message.body,
+                content_type=message.content_type,
+                content_encoding=message.content_encoding,
+                headers=headers,
+                exchange=message.exchange,
+                routing_key=message.routing_key,
+                declare=self._declared(candidate.queue),
+                retry=True,
+                retry_policy=policy,
+                **properties,
+            )
         except Exception as error:
-            raise PublishFailed(f"{type(error).__name__}: {error}") from error
+            is_away = self._connections.is_away(error)
+            raise PublishFailed(f"{type(error).__name__}: {error}", is_away=is_away) from error
+
+    def _publish(self, body: Any, **options: Any) -> None:
+        # The breaker is not asked: a pass gives its batch up by itself, and finds out that the
+        # broker is back.
+        if self._connections.is_bounded:
+            self._connections.publish(body, **options)
+            return
+        with self._app.producer_or_acquire() as producer:
+            producer.publish(body, **options)
 
     def _declared(self, queue: str | None) -> list[Any]:
         """Return the queue to declare: a broker restarted without data would drop the message."""

@@ -31,6 +31,7 @@ from celery_lease.dispatch import BrokerPublisher
 from celery_lease.exceptions import SettingError
 from celery_lease.messages import KEY_HEADER
 from celery_lease.owners import OwnerFolder
+from celery_lease.publishing import LeaseConnections
 from celery_lease.reaper import PassResult, Reaper
 from celery_lease.recording import RecordingProducer
 from celery_lease.revocation import store_first
@@ -64,6 +65,7 @@ class Extension:
         self._settings: Settings | None = None
         self._store: Store | None = None
         self._owner_folder: OwnerFolder | None = None
+        self._connections: LeaseConnections | None = None
         self._runtimes = PerProcess(self._make_runtime)
         self._task_settings: dict[str, TaskSettings] = {}
         #: Set while a worker runs in this process. Forked children have copies of them, of which
@@ -142,6 +144,17 @@ class Extension:
         """This process's leases."""
         return self._runtimes.get()
 
+    @property
+    def connections(self) -> LeaseConnections:
+        """This app's own connections to the broker."""
+        if self._connections is None:
+            with self._lock:
+                if self._connections is None:
+                    self._connections = LeaseConnections(
+                        self.app, timeout_seconds=self.settings.publish_timeout
+                    )
+        return self._connections
+
     def tell(self, word: Callable[[Extension, Store], object]) -> None:
         """Have the store told something by the thread of this worker; nothing without a worker."""
         if self.worker_thread is not None:
@@ -159,6 +172,8 @@ class Extension:
         runtime = self._runtimes.existing()
         if runtime is not None:
             runtime.stop()
+        if self._connections is not None:
+            self._connections.close()
         if self.event_stream is not None:
             self.event_stream.flush()
 
@@ -225,7 +240,7 @@ class Extension:
         return Reaper(
             store=self.store,
             settings=self.settings,
-            publisher=BrokerPublisher(self.app),
+            publisher=BrokerPublisher(self.app, self.connections),
             worker=worker.node_name(),
             **options,
         )
@@ -260,6 +275,7 @@ class Extension:
             store=self.store,
             settings=self.settings,
             task_settings=self.settings_for(task),
+            connections=self.connections,
             submitter=socket.gethostname(),
         )
 
@@ -269,6 +285,7 @@ class Extension:
             producer=producer,
             store=lambda: self.store,
             settings=self.settings,
+            connections=self.connections,
             submitter=socket.gethostname(),
         )
 

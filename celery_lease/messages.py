@@ -6,6 +6,7 @@ What it is not: nothing here records a message (``recording``) or puts one on th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
@@ -29,6 +30,11 @@ REPLAY_MARK = "replay"
 #: Where a task's request keeps which outcome is settled when Celery has told it.
 SETTLES_MARK = "_lease_settles"
 OWN_HEADERS = (VERSION_HEADER, RECORDED_HEADER, DISPATCH_HEADER)
+
+#: Where Celery has RabbitMQ delay messages, and what it puts before a routing key: so many bits of
+#: the seconds (kombu 5.5 to 5.7, ``transport/native_delayed_delivery.py``).
+DELAYING_EXCHANGE = "celery_delayed_27"
+_DELAY = re.compile(r"^(?:(?:[01]\.){28})+")
 
 #: Content types that decode to plain data. Pickle is not among them, whatever the app accepts.
 PLAIN_CONTENT = frozenset(
@@ -154,6 +160,43 @@ def queue_name(options: dict[str, Any], message: Message) -> str | None:
         if name and not isinstance(entity, Exchange):
             return str(name)
     return message.routing_key if not message.exchange else None
+
+
+def undelayed(options: Mapping[str, Any], queues: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return where a message goes that the broker is to hold until its ETA.
+
+    With quorum queues Celery sends it to an exchange of RabbitMQ that delays it by what its routing
+    key says (celery 5.5 to 5.7, ``app/base.py``). Sent there again it would be delayed again.
+
+    Args:
+        options: of the publish.
+        queues: the app's, by name.
+
+    Returns:
+        Exchange, routing key and queue in the place of these options; None when it is no such
+        message, or goes to no queue that the app knows.
+    """
+    exchange = options.get("exchange")
+    name = exchange.name if isinstance(exchange, Exchange) else exchange
+    key = options.get("routing_key") or ""
+    if name != DELAYING_EXCHANGE or not _DELAY.match(key):
+        return None
+    # A retry of a message that came by this way may have several.
+    key = _DELAY.sub("", key)
+    for queue in queues.values():
+        if queue.routing_key == key and queue.exchange is not None and queue.exchange.name:
+            return {
+                **options,
+                "exchange": queue.exchange.name,
+                "routing_key": key,
+                "declare": [queue],
+            }
+    return None
+
+
+def is_delayed_by_broker(message: Message) -> bool:
+    """Tell whether a message is recorded on its way to be delayed by RabbitMQ (``undelayed``)."""
+    return message.exchange == DELAYING_EXCHANGE
 
 
 def seconds_until(instant: Any) -> float | None:

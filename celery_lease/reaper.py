@@ -30,7 +30,16 @@ LATE_PASS_INTERVALS = 3
 
 
 class PublishFailed(Exception):
-    """Raised by a publisher when a message did not reach the broker, as far as is known."""
+    """Raised by a publisher when a message did not reach the broker, as far as is known.
+
+    Attributes:
+        is_away: False where the broker answered and refused this message: another one may get
+            there.
+    """
+
+    def __init__(self, problem: str, *, is_away: bool = True) -> None:
+        self.is_away = is_away
+        super().__init__(problem)
 
 
 class Publisher(Protocol):
@@ -192,10 +201,12 @@ class Reaper:
                 with self._around():
                     try:
                         done = self.dispatch(candidate)
-                    except PublishFailed:
-                        # The broker is away: give the batch up, the jobs stay dispatchable.
+                    except PublishFailed as error:
                         result.add("unpublished")
-                        return
+                        if error.is_away:
+                            # Give the batch up, the jobs stay dispatchable.
+                            return
+                        continue
                 result.add("dispatched", int(done))
             sent += len(candidates)
 
@@ -210,7 +221,9 @@ class Reaper:
             False when another dispatcher has it or the job has moved on.
 
         Raises:
-            PublishFailed: the broker did not take it; the job is undispatched again.
+            PublishFailed: the broker did not take it; the job is undispatched again, unless the
+                broker refused this very message. That counts as sent and unclaimed: tried again at
+                growing gaps, it is not in the way of the others.
         """
         if not transitions.dispatch(self._store, candidate, replay=replay):
             return False
@@ -226,9 +239,10 @@ class Reaper:
                 worker=self._worker,
                 reason=str(error),
             )
-            transitions.undispatch(
-                self._store, candidate.job_id, dispatch_count=candidate.dispatch_count + 1
-            )
+            if error.is_away:
+                transitions.undispatch(
+                    self._store, candidate.job_id, dispatch_count=candidate.dispatch_count + 1
+                )
             raise
         events.emit(
             events.JOB_REPLAYED if replay else events.JOB_DISPATCHED,
@@ -251,9 +265,10 @@ class Reaper:
             with self._around():
                 try:
                     result.add(self.settle(outcome, candidate))
-                except PublishFailed:
+                except PublishFailed as error:
                     result.add("unpublished")
-                    return
+                    if error.is_away:
+                        return
 
     def settle(self, outcome: Outcome, candidate: Dispatchable) -> str:
         """Have Celery told one outcome: by closing the books, else by a replay.

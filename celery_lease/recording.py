@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from celery._state import get_current_task
@@ -42,9 +42,12 @@ from celery_lease.messages import (
     dispatch_key,
     encoded,
     freeze_callbacks,
+    is_delayed_by_broker,
     queue_name,
     seconds_until,
+    undelayed,
 )
+from celery_lease.publishing import BrokerAway, LeaseConnections
 from celery_lease.records import Accepted, Failure, IdempotencyKey, Late, Message, NewJob
 from celery_lease.runtime import Runtime
 from celery_lease.settings import OnKeyConflict, PublishOnError, Settings, TaskSettings
@@ -59,6 +62,8 @@ T = TypeVar("T")
 #: which is being written at that moment, and how often it looks.
 REPLACED_SECONDS = 10.0
 REPLACED_POLL_SECONDS = 0.05
+
+BROKER_AWAY = "the broker did not answer a moment ago: the job is recorded, and sent later"
 
 #: How often a message that follows a job asks for a store that is away.
 CLOSING_POLL_SECONDS = 0.5
@@ -134,12 +139,13 @@ class Send(Protocol):
         """Send it.
 
         Args:
-            producer: to send it with, if not the one that the call had.
+            producer: to send it with, if not the one that the call had; the app's own connections
+                come first (``publishing``).
             is_recorded: False: it goes out as a message from a stranger does, and is recorded at
                 its claim.
 
         Raises:
-            PublishFailed: whether the broker has it is not known.
+            Exception: whatever the publish raised; whether the broker has it is not known.
         """
 
 
@@ -180,6 +186,7 @@ class RecordingProducer:
         store: the store.
         settings: the app's settings.
         task_settings: the task's.
+        connections: the app's, for leased messages.
         submitter: who publishes.
     """
 
@@ -192,9 +199,11 @@ class RecordingProducer:
         store: Store,
         settings: Settings,
         task_settings: TaskSettings,
+        connections: LeaseConnections,
         submitter: str,
     ) -> None:
         self._producer = producer
+        self._connections = connections if connections.serves(producer) else None
         self._body = body
         self._leased_task = task
         self._task = task.name
@@ -218,7 +227,7 @@ class RecordingProducer:
             JobExists: its key is held (``may_exist``).
         """
         if body is not self._body:
-            return self._producer.publish(body, **options)
+            return self._publish_event(body, options)
         headers = dict(options.pop("headers"))
         frozen = freeze_callbacks(body)
         resend = _resend.get()
@@ -234,17 +243,32 @@ class RecordingProducer:
         headers[RECORDED_HEADER] = True
         # A retry, or a replacement, is the job that holds the key.
         key = self._key(body, headers) if version == 1 else None
+        home = undelayed(options, self._leased_task.app.amqp.queues)
         message, options = encoded(
             frozen, version, headers, options, limit=self._settings.max_message_bytes
         )
+        if home is not None:
+            message = replace(message, exchange=home["exchange"], routing_key=home["routing_key"])
+        routing = home or options
+        is_deferred = self._is_deferred(headers) and not is_delayed_by_broker(message)
         taker = _taker.get()
         if taker is not None and version == 1:
-            job = self._new_job(message, headers, options, key)
+            job = self._new_job(message, headers, routing, key, leaves=not is_deferred)
             taker.take(job, self._sending(message, headers, options))
             return None
+        is_away = (
+            not is_deferred
+            and self._connections is not None
+            and self._connections.breaker.is_open()
+        )
+        leaves = not is_away and not is_deferred
         if not self._recorded(
-            headers, lambda: self._record(message, headers, options, resend, key)
+            headers, lambda: self._record(message, headers, routing, resend, key, leaves=leaves)
         ):
+            return None
+        if headers.get(RECORDED_HEADER) and not leaves:
+            if is_away:
+                self._not_sent(BrokerAway(BROKER_AWAY), headers)
             return None
         return self._send(message, headers, options)
 
@@ -255,6 +279,25 @@ class RecordingProducer:
             self._put(producer or self._producer, message, headers, options)
 
         return send
+
+    def _publish_event(self, body: Any, options: dict[str, Any]) -> Any:
+        """Publish ``task-sent``: it comes after its job, and must not make that a failure."""
+        if self._connections is None:
+            return self._producer.publish(body, **options)
+        if self._connections.breaker.is_open():
+            return None
+        try:
+            return self._connections.publish(body, **options)
+        except Exception as error:
+            if not self._connections.is_away(error):
+                raise
+            logger.warning("lease.publish.event_dropped reason=%r", str(error))
+            return None
+
+    def _is_deferred(self, headers: Mapping[str, Any]) -> bool:
+        """Tell whether a message stays in the store until it is nearly due."""
+        after, delay = self._task_settings.defer_after_seconds, seconds_until(headers.get("eta"))
+        return after is not None and delay is not None and delay > after
 
     def _key(self, body: Any, headers: dict[str, Any]) -> IdempotencyKey | None:
         args, kwargs = body[:2]
@@ -304,8 +347,10 @@ class RecordingProducer:
         options: dict[str, Any],
         resend: Resend | None,
         key: IdempotencyKey | None,
+        *,
+        leaves: bool,
     ) -> bool:
-        """Make the message durable; True when it is to be sent."""
+        """Make the message durable; True when it is to be sent, if it leaves now."""
         if self._dispatch_count is not None:
             # Celery repeats a refused callback publish on this same producer.
             return True
@@ -320,23 +365,23 @@ class RecordingProducer:
                 expires_seconds=seconds_until(headers.get("expires")),
                 queue=queue_name(options, message),
                 priority=options.get("priority"),
-                dispatched=not put_off,
+                dispatched=leaves and not put_off,
                 task=self._task,
                 keeps_key=resend is not None and resend.keeps_key,
             )
-            self._dispatch_count = 1
+            self._dispatch_count = int(leaves)
             if resend is None:
                 return transitions.reopen(self._store, headers["id"], again)
             self._record_again(again, resend)
             resend.is_put_off = put_off
             return not put_off
-        job = self._new_job(message, headers, options, key)
+        job = self._new_job(message, headers, options, key, leaves=leaves)
         if not submitted(self._store, job):
             # A job with this id exists, in whatever state: it is that job, and to run it
             # again is ``resume`` (design, section 9). A chain whose step was sent twice in a
             # crash window ends here, too.
             return False
-        self._dispatch_count = 1
+        self._dispatch_count = int(leaves)
         return True
 
     def _new_job(
@@ -345,6 +390,8 @@ class RecordingProducer:
         headers: dict[str, Any],
         options: dict[str, Any],
         key: IdempotencyKey | None,
+        *,
+        leaves: bool,
     ) -> NewJob:
         return NewJob(
             job_id=headers["id"],
@@ -360,6 +407,7 @@ class RecordingProducer:
             root_id=headers.get("root_id"),
             parent_id=headers.get("parent_id"),
             group_id=headers.get("group"),
+            dispatched=leaves,
             key=key,
             follows=headers["id"] != _may_exist.get(),
         )
@@ -393,15 +441,15 @@ class RecordingProducer:
         except Exception as error:
             # Whether the broker has it is not known. It stays queued, and the reaper sends it
             # again under the same id: the claim lets one of the two run.
-            events.emit(
-                events.PUBLISH_FAILED, job_id=job_id, worker=self._submitter, reason=str(error)
-            )
             if not headers.get(RECORDED_HEADER):
                 # Nobody would send it again.
+                self._tell_not_sent(error, headers)
                 raise
-            self._give_back(job_id, message.version)
-            if self._settings.publish_on_error is PublishOnError.RAISE and _resend.get() is None:
-                raise
+            if self._connections is None or self._connections.is_away(error):
+                self._give_back(job_id, message.version)
+            # Else the broker refused this message: it counts as sent and unclaimed, so that trying
+            # it again is not in the way of the others.
+            self._not_sent(error, headers)
             return None
 
     def _put(
@@ -412,12 +460,27 @@ class RecordingProducer:
                 headers["id"], message.version, self._dispatch_count or 1
             )
         headers[VERSION_HEADER] = message.version
-        return producer.publish(
+        return (self._connections or producer).publish(
             message.body,
             content_type=message.content_type,
             content_encoding=message.content_encoding,
             headers=headers,
             **options,
+        )
+
+    def _not_sent(self, error: Exception, headers: Mapping[str, Any]) -> None:
+        """Say that a recorded message did not leave, and to the caller if he wants to know."""
+        self._tell_not_sent(error, headers)
+        # A retry has ended its attempt: an error would make a failure of it.
+        if self._settings.publish_on_error is PublishOnError.RAISE and _resend.get() is None:
+            raise error
+
+    def _tell_not_sent(self, error: Exception, headers: Mapping[str, Any]) -> None:
+        events.emit(
+            events.PUBLISH_FAILED,
+            job_id=headers["id"],
+            worker=self._submitter,
+            reason=str(error),
         )
 
     def _give_back(self, job_id: str, version: int) -> None:

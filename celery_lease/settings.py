@@ -152,6 +152,9 @@ class Settings:
     run_dir: str | None
     queued_timeout: float
     publish_on_error: PublishOnError
+    publish_timeout: float
+    defer_after: float | None
+    defer_precision: float | None
     settle_grace: float
     claim_timeout: float
     max_message_bytes: int
@@ -184,6 +187,7 @@ class TaskSettings:
     on_expiry: OnExpiry
     interrupt: bool
     stall_timeout_seconds: float | None = None
+    defer_after_seconds: float | None = 60.0
     idempotency_key: bool | str = False
     idempotency_retention_seconds: float | None = _DAY
     idempotency_conflict: OnKeyConflict = OnKeyConflict.RAISE
@@ -260,6 +264,7 @@ def for_task(settings: Settings, attributes: Mapping[str, object], *, task: str)
         on_expiry=values["lease_on_expiry"],
         interrupt=values["lease_interrupt"],
         stall_timeout_seconds=values["lease_stall_timeout"],
+        defer_after_seconds=values["lease_defer_after"],
         idempotency_key=values["lease_idempotency_key"],
         idempotency_retention_seconds=values["lease_idempotency_retention"],
         idempotency_conflict=values["lease_idempotency_conflict"],
@@ -788,7 +793,31 @@ SETTINGS: tuple[Setting, ...] = (
         default=PublishOnError.STORE,
         kind=_choice(PublishOnError),
         summary="What a publisher gets while the broker is down: 'store' keeps the job and the "
-        "reaper sends it later, 'raise' shows the caller the broker's error.",
+        "reaper sends it later, 'raise' shows the caller the broker's error as well.",
+    ),
+    Setting(
+        name="lease_publish_timeout",
+        default=5.0,
+        kind=_seconds(at_most=_DAY),
+        summary="How long a publisher waits for a broker that does not answer (Redis, RabbitMQ), "
+        "with its connection and a second try, before the job is left to the reaper: longer puts "
+        "up with a slower broker, shorter with a shorter wait of the caller.",
+    ),
+    Setting(
+        name="lease_defer_after",
+        default=60.0,
+        kind=_HELD,
+        summary="A job whose countdown, ETA or retry delay is longer stays in the store and is "
+        "sent when it is due; 0 keeps every delayed job there, None none: longer starts more of "
+        "them to the second, shorter keeps more out of the workers' memory and the broker's hands.",
+        is_task_option=True,
+    ),
+    Setting(
+        name="lease_defer_precision",
+        default=None,
+        kind=_seconds(is_optional=True),
+        summary="How often a worker looks for jobs in the store that are due, None with each pass "
+        "of the reaper: shorter sends them closer to their time and queries the store more.",
     ),
     Setting(
         name="lease_settle_grace",

@@ -131,6 +131,7 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
     lease_on_expiry: ClassVar[str | None] = None
     lease_interrupt: ClassVar[bool | None] = None
     lease_stall_timeout: ClassVar[float | None] = None
+    lease_defer_after: ClassVar[float | None] = None
     lease_idempotency_key: ClassVar[bool | str | None] = None
     lease_idempotency_retention: ClassVar[float | None] = None
     lease_idempotency_conflict: ClassVar[str | None] = None

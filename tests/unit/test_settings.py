@@ -86,6 +86,7 @@ def test_a_task_overrides_what_concerns_a_single_attempt_and_nothing_else() -> N
         "lease_on_expiry",
         "lease_interrupt",
         "lease_stall_timeout",
+        "lease_defer_after",
         "lease_idempotency_key",
         "lease_idempotency_retention",
         "lease_idempotency_conflict",
@@ -389,7 +390,7 @@ def test_a_setting_of_the_app_cannot_be_set_on_a_task() -> None:
 def test_a_name_that_resembles_none_is_answered_with_the_options_there_are() -> None:
     (problem,) = unknown_options(["lease_zzz"])
 
-    assert "choose from lease_ack, lease_duration, " in problem
+    assert "choose from lease_ack, lease_defer_after, " in problem
 
 
 def test_known_and_foreign_names_are_no_unknown_options() -> None:

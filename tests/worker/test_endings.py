@@ -108,6 +108,6 @@ def test_a_part_of_a_chord_is_closed_here_only_if_the_others_are_plain_data(
         headers=json.dumps({"task": "app.work", "id": told.job_id}),
     )
 
-    is_closed = BrokerPublisher(extension.app).close_books(found[0], part)
+    is_closed = BrokerPublisher(extension.app, extension.connections).close_books(found[0], part)
 
     assert (is_closed, done) == ((True, [told.job_id]) if accepted == ["json"] else (False, []))

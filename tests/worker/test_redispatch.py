@@ -211,11 +211,11 @@ def test_headers_and_stamps_are_there_on_every_attempt(
 def test_a_lost_retry_message_is_sent_again(site: Site) -> None:
     # B073
     tag = site.tag()
-    result = site.task("r.retry").delay(tag, 1, 3600)
+    result = site.task("r.retry").delay(tag, 1, 50)
     site.until(result.id, "retry_wait")
     eventually(lambda: site.status(result.id) == "RETRY")
 
-    # Its message waits in the worker for an hour; due now, the reaper sends another.
+    # Its message waits in the worker for 50 s; due now, the reaper sends another.
     site.change(
         "UPDATE {job} SET available_at = created_at, dispatched_at = NULL WHERE id = :id",
         id=result.id,
