@@ -326,9 +326,9 @@ def _bounded(
         options["socket_connect_timeout"] = within("socket_connect_timeout", step_seconds)
     else:
         # Whole seconds: amqp packs them into a timeval.
-        whole = math.ceil(step_seconds)
-        options["read_timeout"] = math.ceil(within("read_timeout", whole))
-        options["write_timeout"] = math.ceil(within("write_timeout", whole))
+        whole = max(1, math.floor(step_seconds))
+        options["read_timeout"] = max(1, math.floor(within("read_timeout", whole)))
+        options["write_timeout"] = max(1, math.floor(within("write_timeout", whole)))
         # A frozen broker takes what fits into the socket's buffer: without its word a message
         # that is lost there counts as dispatched until ``lease_queued_timeout``.
         options["confirm_publish"] = given.get("confirm_publish", True)

@@ -184,6 +184,35 @@ class Reaper:
                     break
             result.add(kind, moved)
 
+    def send_due(self) -> int:
+        """Send the waiting jobs that are due, between two passes (``lease_defer_precision``).
+
+        What it cannot send is queued, and a pass sends it.
+
+        Returns:
+            How many were sent.
+        """
+        batch, sent, moved = self._settings.reaper_batch, 0, 0
+        while moved < self._settings.reaper_limit:
+            with self._around():
+                ids = transitions.wake(
+                    self._store,
+                    limit=batch,
+                    dispatched_grace_seconds=self._settings.queued_timeout,
+                )
+            moved += len(ids)
+            for job_id in ids:
+                with self._around():
+                    candidate = queries.dispatchable(self._store, job_id)
+                    try:
+                        sent += int(candidate is not None and self.dispatch(candidate))
+                    except PublishFailed as error:
+                        if error.is_away:
+                            return sent
+            if len(ids) < batch:
+                break
+        return sent
+
     def _dispatch(self, result: PassResult) -> None:
         sent = 0
         while sent < self._settings.reaper_limit:

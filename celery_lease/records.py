@@ -415,6 +415,8 @@ class Backlog:
         unclaimed_count: queued jobs whose message left too long ago.
         overdue_running_count: running jobs whose lease ended too long ago.
         unsettled_count: jobs that became final too long ago for Celery not to know.
+        overdue_waiting_count: jobs in the store alone, scheduled or waiting for a retry, that were
+            due too long ago.
     """
 
     queued_count: int
@@ -422,6 +424,7 @@ class Backlog:
     unclaimed_count: int
     overdue_running_count: int
     unsettled_count: int
+    overdue_waiting_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ class _LeaseStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has n
             extension,
             interval_seconds=extension.settings.reaper_interval,
             makes_passes=extension.settings.reaper_in_worker,
+            precision_seconds=extension.settings.defer_precision,
         )
         extension.worker_thread.start()
         if extension.event_stream is not None:

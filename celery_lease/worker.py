@@ -12,6 +12,7 @@ all this begins and ends is in ``steps``.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -123,21 +124,28 @@ def node_name() -> str:
 class WorkerThread:
     """The main process's dealings with the store.
 
-    Word of what never reaches a child, a look at the owner files of this host, and a pass when
-    nobody else makes one.
+    Word of what never reaches a child, a look at the owner files of this host, a pass when nobody
+    else makes one, and a look for jobs that are due.
 
     Args:
         extension: the app's extension.
         interval_seconds: ``lease_reaper_interval``.
         makes_passes: ``lease_reaper_in_worker``.
+        precision_seconds: ``lease_defer_precision``, None to leave due jobs to the passes.
     """
 
     def __init__(
-        self, extension: Extension, *, interval_seconds: float, makes_passes: bool = True
+        self,
+        extension: Extension,
+        *,
+        interval_seconds: float,
+        makes_passes: bool = True,
+        precision_seconds: float | None = None,
     ) -> None:
         self._extension = extension
         self._interval_seconds = interval_seconds
         self._makes_passes = makes_passes
+        self._precision_seconds = precision_seconds
         self._gate = ForkGate()
         self._watch = OwnerWatch(extension.owner_folder)
         self._wakeup = threading.Event()
@@ -203,17 +211,28 @@ class WorkerThread:
         reaper.run_pass()
         return True
 
+    def send_due(self) -> None:
+        """Send the jobs in the store that are due."""
+        with self._gate():
+            reaper = self._extension.reaper(around=self._gate)
+        reaper.send_due()
+
     def _run(self) -> None:
         look_due = time.monotonic()
         pass_due = time.monotonic() + self._interval_seconds / 2
+        precision = self._precision_seconds
+        send_due = math.inf if precision is None else time.monotonic() + precision
         while not self._stopping:
-            self._wakeup.wait(max(0.0, min(look_due, pass_due) - time.monotonic()))
+            self._wakeup.wait(max(0.0, min(look_due, pass_due, send_due) - time.monotonic()))
             self._wakeup.clear()
             # Each by itself: what keeps one from the store need not keep the others.
             self._try(self.tell_once)
             if time.monotonic() >= look_due:
                 look_due = time.monotonic() + OWNER_LOOK_SECONDS
                 self._try(self.look_for_the_dead)
+            if precision is not None and time.monotonic() >= send_due:
+                send_due = time.monotonic() + precision
+                self._try(self.send_due)
             if time.monotonic() >= pass_due:
                 pass_due = time.monotonic() + self._interval_seconds / 2
                 if self._makes_passes and not self._stopping:

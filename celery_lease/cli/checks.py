@@ -261,14 +261,19 @@ def _redelivery_timeout(facts: Facts) -> Found:
 
 def _waiting_retries(tasks: tuple[TaskFacts, ...], timeout: float) -> Found:
     """B014: a retry that waits in a worker as long as the timeout is handed out again and again."""
-    waiting = [task for task in tasks if task.retry_delay_seconds >= timeout]
+    waiting = [
+        task
+        for task in tasks
+        if task.retry_delay_seconds >= timeout and not task.keeps_in_store(task.retry_delay_seconds)
+    ]
     if waiting:
         yield Finding(
             Severity.WARNING,
             "retry delay",
             f"{_listed(waiting)} wait for a retry at least as long as the broker's "
             f"visibility_timeout of {timeout:g} s: the message that waits is delivered again",
-            "lower default_retry_delay, or raise visibility_timeout in broker_transport_options",
+            "set lease_defer_after below it, so that the store keeps the retry until it is due, or "
+            "raise visibility_timeout in broker_transport_options",
             {"seconds": timeout, "tasks": _names(waiting)},
         )
 
@@ -292,7 +297,7 @@ def _consumer_timeout(late: list[TaskFacts]) -> Found:
         "RabbitMQ does not tell its consumer_timeout (30 min by default); messages are "
         "acknowledged at the claim, so that it only bounds how long one waits in a worker, "
         "for its ETA or behind others",
-        "keep ETAs shorter than consumer_timeout in rabbitmq.conf",
+        "keep lease_defer_after shorter than consumer_timeout in rabbitmq.conf",
         told,
     )
 
@@ -474,6 +479,16 @@ def _waiting(facts: Facts) -> Found:
             f"{LONG_SECONDS:g} s ago",
             "see the finding about the reaper, or run: celery -A yourapp lease reap",
             {"count": backlog.overdue_running_count},
+        )
+    if backlog.overdue_waiting_count:
+        yield Finding(
+            Severity.ERROR,
+            "due",
+            f"{backlog.overdue_waiting_count} jobs that the store keeps until they are due were "
+            f"due more than {LONG_SECONDS:g} s ago, and nobody has sent them",
+            "see the findings about the reaper and the broker, or run: "
+            "celery -A yourapp lease reap",
+            {"count": backlog.overdue_waiting_count},
         )
     if backlog.unsettled_count:
         yield Finding(

@@ -49,6 +49,7 @@ class TaskFacts:
         longest_seconds: its time limit, None without one.
         retry_delay_seconds: Celery's ``default_retry_delay``, 0 if it never retries.
         redelivers: which of Celery's redelivery options it sets.
+        defer_after_seconds: the longest delay with which its messages leave, None without one.
     """
 
     name: str
@@ -57,6 +58,11 @@ class TaskFacts:
     longest_seconds: float | None
     retry_delay_seconds: float
     redelivers: tuple[str, ...] = ()
+    defer_after_seconds: float | None = None
+
+    def keeps_in_store(self, delay_seconds: float) -> bool:
+        """Tell whether a job with so long a delay waits in the store, and not in a worker."""
+        return self.defer_after_seconds is not None and delay_seconds > self.defer_after_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +255,7 @@ def _task_facts(extension: Extension, task: Any) -> TaskFacts:
         is_late=settings.ack is Ack.LATE,
         longest_seconds=float(known[0]) if known else None,
         retry_delay_seconds=float(task.default_retry_delay or 0) if task.max_retries != 0 else 0.0,
+        defer_after_seconds=settings.defer_after_seconds,
         # Of the class: bound, each has the app's setting as well.
         redelivers=tuple(
             option for option in _REDELIVERY_OPTIONS if _own_option(type(task), option)

@@ -153,7 +153,8 @@ def backlog(store: Store, *, seconds: float = 60.0) -> Backlog:
     Args:
         store: the store.
         seconds: how long after its dispatch a queued job is unclaimed, after the end of its
-            lease a running one overdue, and after its end a final one unsettled.
+            lease a running one overdue, after its end a final one unsettled, and after its due
+            time a waiting one overdue.
     """
     job, attempt = store.tables.job, store.tables.attempt
     queued = job.c.state == JobState.QUEUED.value
@@ -173,6 +174,13 @@ def backlog(store: Store, *, seconds: float = 60.0) -> Backlog:
         job.c.finished_at < _ago(seconds),
     )
 
+    waiting = counted(
+        job,
+        job.c.state.in_([JobState.SCHEDULED.value, JobState.RETRY_WAIT.value]),
+        job.c.dispatched_at.is_(None),
+        job.c.available_at < _ago(seconds),
+    )
+
     def ask(opened: Session) -> Backlog:
         queued_count, oldest = opened.execute(select(sa.func.count(), waited).where(queued)).one()
         return Backlog(
@@ -182,6 +190,7 @@ def backlog(store: Store, *, seconds: float = 60.0) -> Backlog:
             unclaimed_count=opened.scalars(unclaimed).one(),
             overdue_running_count=opened.scalars(overdue).one(),
             unsettled_count=opened.scalars(unsettled).one(),
+            overdue_waiting_count=opened.scalars(waiting).one(),
         )
 
     return _read(store, ask)

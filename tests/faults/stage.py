@@ -230,6 +230,11 @@ class Stage:
         with self._engine.connect() as connection:
             return connection.scalar(sa.text(query), values)
 
+    def rows_of(self, query: str, **values: Any) -> list[dict[str, Any]]:
+        """Return the rows of any query."""
+        with self._engine.connect() as connection:
+            return [dict(row) for row in connection.execute(sa.text(query), values).mappings()]
+
     def execute(self, statement: str, **values: Any) -> None:
         """Change rows from outside."""
         with self._engine.begin() as connection:

@@ -35,6 +35,7 @@ class Proxy:
         self.port: int = self._listener.getsockname()[1]
         self._open = threading.Event()
         self._flowing = threading.Event()
+        self._answering = threading.Event()
         self._ending = threading.Event()
         self._pairs: dict[threading.Thread, tuple[socket.socket, socket.socket]] = {}
         self._lock = threading.Lock()
@@ -58,10 +59,15 @@ class Proxy:
         """Let nothing through, in either direction, until ``heal``; connections stay open."""
         self._flowing.clear()
 
+    def mute(self) -> None:
+        """Let through what clients say and drop what is answered, until ``heal``."""
+        self._answering.clear()
+
     def heal(self) -> None:
         """Let everything through again; what was held back by ``stall`` arrives now."""
         self._open.set()
         self._flowing.set()
+        self._answering.set()
 
     def lead_to(self, target: int) -> None:
         """Forward new connections to another port: the address has moved to another server."""
@@ -127,7 +133,8 @@ class Proxy:
                     data = source.recv(65536)
                     if not data:
                         return self._forget(client, server, reset=False)
-                    other[source].sendall(data)
+                    if source is client or self._answering.is_set():
+                        other[source].sendall(data)
         return self._forget(client, server, reset=True)
 
     def _forget(self, client: socket.socket, server: socket.socket, *, reset: bool) -> None:
