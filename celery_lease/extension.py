@@ -33,7 +33,7 @@ from celery_lease.messages import KEY_HEADER
 from celery_lease.owners import OwnerFolder
 from celery_lease.publishing import LeaseConnections
 from celery_lease.reaper import PassResult, Reaper
-from celery_lease.recording import RecordingProducer
+from celery_lease.recording import RecordingProducer, is_unsent
 from celery_lease.revocation import store_first
 from celery_lease.runtime import PerProcess, Runtime
 from celery_lease.settings import (
@@ -401,6 +401,9 @@ class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
                 if key is not None:
                     message.headers[KEY_HEADER] = key
                 producer = extension.recording(producer, name, body)
+                if is_unsent():
+                    # Celery's event says that it was sent, and needs the broker.
+                    message = message._replace(sent_event=None)
             return send(producer, name, message, **options)
 
         return send_task_message

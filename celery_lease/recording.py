@@ -157,16 +157,28 @@ class Taker(Protocol):
 
 
 _taker: ContextVar[Taker | None] = ContextVar("celery_lease_taker", default=None)
+_unsent: ContextVar[bool] = ContextVar("celery_lease_unsent", default=False)
 
 
 @contextmanager
-def taken_by(taker: Taker) -> Iterator[None]:
-    """Give the new jobs that this call publishes to a taker."""
-    token = _taker.set(taker)
+def taken_by(taker: Taker, *, unsent: bool = False) -> Iterator[None]:
+    """Give the new jobs that this call publishes to a taker.
+
+    Args:
+        taker: the taker.
+        unsent: True when they do not leave within this call (``is_unsent``).
+    """
+    token, other = _taker.set(taker), _unsent.set(unsent)
     try:
         yield
     finally:
         _taker.reset(token)
+        _unsent.reset(other)
+
+
+def is_unsent() -> bool:
+    """Tell whether what is published here leaves at another time, if it does at all."""
+    return _unsent.get()
 
 
 def is_taken() -> bool:

@@ -37,6 +37,7 @@ from celery_lease import bookkeeping, events, interrupt
 from celery_lease.backoff import UNCOUNTED_ENDS
 from celery_lease.bulk import BATCH, batched
 from celery_lease.dispatch import ending_error
+from celery_lease.enqueue import caller_for, enqueue
 from celery_lease.exceptions import (
     BodyAborted,
     HandOver,
@@ -252,6 +253,48 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         raise TypeError(
             f"submit_many() of {self.name} got {call!r}: write a tuple of arguments, or a signature"
         )
+
+    def enqueue(
+        self,
+        session: Any = None,
+        args: Any = None,
+        kwargs: Any = None,
+        *,
+        using: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Record the job in a transaction of your own, and publish its message after the commit.
+
+        After a rollback, to a savepoint as well, there is no job. The message leaves right after
+        the commit: as the connection goes back to its pool, or begins its next transaction. If
+        this process dies in between, or the broker is away, it leaves by a pass of the reaper.
+
+        The database must be that of ``lease_store_url``. Neither the broker nor the result
+        backend is used before the commit (``rpc://`` excepted). With ``task_always_eager`` the
+        body runs at once, as with ``apply_async``.
+
+        Args:
+            session: an SQLAlchemy ``Session`` or ``Connection``.
+            args: positional arguments of the task.
+            kwargs: keyword arguments of the task.
+            using: the name of a database of Django's, instead of ``session``.
+            **options: all that ``apply_async`` takes.
+
+        Returns:
+            The ``AsyncResult`` of the job, as ``apply_async``; its id is known before the commit.
+
+        Raises:
+            TypeError: ``session`` is something else.
+            SettingError: the database is not the store's; Django is not installed.
+            IdempotencyConflict: the key is held by a job with other arguments.
+            PayloadTooLarge: the message is over ``lease_max_message_bytes``.
+            StoreUnavailable: the store, asked beside the transaction, could not be used.
+
+        Errors of the statements in your transaction are those of your database library.
+
+        .. versionadded:: 0.1
+        """
+        return enqueue(self, caller_for(session, using), args, kwargs, options)
 
     def _forget_pending(self, task_id: str) -> None:
         """Stop listening for a result that will not come: Celery began before it published."""

@@ -12,10 +12,11 @@ Floors: PostgreSQL 13, MariaDB 10.6, MySQL 8.0.16, SQLite 3.35 (design, section 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -269,6 +270,26 @@ class Trouble(Enum):
     OTHER = "other"
 
 
+#: Runs a statement with its parameters, and returns the rows.
+Ask = Callable[[Any, Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Which table a connection means: two connections that have the same one have equal ones.
+
+    Attributes:
+        database: server and database, so that no other one has it.
+        table: the table's own number, where there is one.
+        schema: what the table is to be qualified with, to be this one whatever a connection has
+            set (``search_path``, ``USE``).
+    """
+
+    database: tuple[Any, ...]
+    table: Any
+    schema: str
+
+
 @dataclass(frozen=True)
 class Dialect:
     """One database family.
@@ -284,6 +305,7 @@ class Dialect:
         prepare: sets up an engine's connections; it is told the connect arguments that the
             user gave, which win.
         trouble: reads a driver error.
+        whereabouts: says which table a connection means by a name.
         begin: statements at the start of a transaction.
         lock_migrations: holds the one lock that keeps two migrations apart.
         unlock_migrations: lets it go.
@@ -295,6 +317,7 @@ class Dialect:
     autocommits: bool
     prepare: Callable[[Engine, Mapping[str, Any]], None]
     trouble: Callable[[BaseException], Trouble]
+    whereabouts: Callable[[Ask, str, str | None], Whereabouts | None]
     connect_arguments: Mapping[str, Any] = field(default_factory=dict)
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     begin: tuple[str, ...] = ()
@@ -329,6 +352,28 @@ def _postgresql_trouble(error: BaseException) -> Trouble:
     return Trouble.UNAVAILABLE if code in ("25P03", "25006") else Trouble.OTHER
 
 
+def _postgresql_whereabouts(ask: Ask, table: str, schema: str | None) -> Whereabouts | None:
+    # Nothing here can fail for want of a right or a table: an error would end the transaction of
+    # the caller. The start of the server, to the microsecond, stands for the server; instants as
+    # numbers, since a text would be by the connection's own time zone.
+    parts = [table] if schema is None else [schema, table]
+    name = ".".join('"{}"'.format(part.replace('"', '""')) for part in parts)
+    rows = ask(
+        sa.text(
+            "SELECT CAST(extract(epoch FROM pg_postmaster_start_time()) * 1000000 AS bigint) "
+            "AS started, current_database() AS name, CAST(c.oid AS bigint) AS number, "
+            "CAST(n.nspname AS text) AS place "
+            "FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "
+            "WHERE c.oid = to_regclass(:name)"
+        ),
+        {"name": name},
+    )
+    if not rows:
+        return None
+    row = rows[0]
+    return Whereabouts((row["started"], row["name"]), row["number"], row["place"])
+
+
 #: Uses of a statement after which psycopg has the server keep it (psycopg's own default).
 PREPARE_THRESHOLD = 5
 
@@ -360,6 +405,7 @@ _POSTGRESQL = Dialect(
     autocommits=True,
     prepare=_postgresql_prepare,
     trouble=_postgresql_trouble,
+    whereabouts=_postgresql_whereabouts,
     # prepare_threshold: None until the connection is known to be the server's own (``prepare``).
     connect_arguments={
         "connect_timeout": CONNECT_TIMEOUT_SECONDS,
@@ -430,6 +476,25 @@ def _mysql_prepare(engine: Engine, given: Mapping[str, Any]) -> None:
             cursor.close()
 
 
+def _mysql_whereabouts(ask: Ask, table: str, schema: str | None) -> Whereabouts | None:
+    # A transaction may span the databases of one server, so that the caller may have another
+    # one for his own tables. MariaDB has no server_uuid: the folder and the table's own time too.
+    rows = ask(
+        sa.text(
+            "SELECT @@hostname AS host, @@port AS port, @@server_id AS number, "
+            "@@datadir AS folder, UNIX_TIMESTAMP(create_time) AS created, table_schema AS place "
+            "FROM information_schema.tables "
+            "WHERE table_name = :name AND table_schema = COALESCE(:place, DATABASE())"
+        ),
+        {"name": table, "place": schema},
+    )
+    if not rows:
+        return None
+    row = rows[0]
+    server = (row["host"], row["port"], row["number"], row["folder"])
+    return Whereabouts((*server, row["place"]), row["created"], row["place"])
+
+
 _MYSQL = Dialect(
     name="mysql",
     writing_ctes=False,
@@ -438,6 +503,7 @@ _MYSQL = Dialect(
     autocommits=False,
     prepare=_mysql_prepare,
     trouble=_mysql_trouble,
+    whereabouts=_mysql_whereabouts,
     connect_arguments={"connect_timeout": CONNECT_TIMEOUT_SECONDS, "charset": "utf8mb4"},
     engine_options={"isolation_level": "READ COMMITTED"},
     lock_migrations="SELECT GET_LOCK('celery_lease_migration', 60)",
@@ -484,6 +550,26 @@ def _sqlite_prepare(engine: Engine, given: Mapping[str, Any]) -> None:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
+def _sqlite_whereabouts(ask: Ask, table: str, schema: str | None) -> Whereabouts | None:
+    # The file itself, however it was named. Not an attached one: a transaction over two files
+    # is not atomic under WAL.
+    del schema
+    files = [
+        row["file"] for row in ask(sa.text("PRAGMA database_list"), {}) if row["name"] == "main"
+    ]
+    tables = ask(
+        sa.text("SELECT name FROM main.sqlite_master WHERE type = 'table' AND name = :name"),
+        {"name": table},
+    )
+    if not tables or not files or not files[0]:
+        return None
+    try:
+        found = Path(files[0]).stat()
+    except OSError:
+        return None
+    return Whereabouts((found.st_dev, found.st_ino), table, "main")
+
+
 _SQLITE = Dialect(
     name="sqlite",
     writing_ctes=False,
@@ -491,6 +577,7 @@ _SQLITE = Dialect(
     autocommits=True,
     prepare=_sqlite_prepare,
     trouble=_sqlite_trouble,
+    whereabouts=_sqlite_whereabouts,
     connect_arguments={"timeout": SQLITE_BUSY_SECONDS, "check_same_thread": False},
     # Its BEGIN IMMEDIATE is the lock.
     lock_migrations=None,
@@ -516,6 +603,11 @@ def dialect_for(url: URL) -> Dialect:
         return _SQLITE
     message = f"{backend!r} is not one of postgresql, mysql, mariadb, sqlite"
     raise UnknownDatabase(message)
+
+
+def family_of(name: str) -> str:
+    """Return the dialect name under which a driver's or framework's name of a database goes."""
+    return "mysql" if name == "mariadb" else name
 
 
 def with_driver(url: URL) -> URL:

@@ -16,7 +16,7 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,6 +94,8 @@ class Store:
         self._pid = -1
         #: Statements of this store, built once (see ``transitions``).
         self.statements: dict[str, Any] = {}
+        #: How others have to write its tables, by who they are (see ``callers``).
+        self.seen_by: dict[Hashable, Store] = {}
         _stores.add(self)
 
     def __repr__(self) -> str:
@@ -155,6 +157,14 @@ class Store:
         other = copy.copy(self)
         other.forget_engine()
         _stores.add(other)
+        return other
+
+    def qualified(self, schema: str) -> Store:
+        """Return the same store with its tables' names qualified: for connections of others."""
+        other = self.apart()
+        other.schema = schema
+        other.tables = build_tables(self.table_prefix, schema)
+        other.statements = {}
         return other
 
     def forget_engine(self) -> None:

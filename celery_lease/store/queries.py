@@ -102,6 +102,27 @@ def dispatchable(store: Store, job_id: str) -> Dispatchable | None:
     return found[0] if found else None
 
 
+def committed(store: Store, job_ids: Sequence[str]) -> list[Dispatchable]:
+    """Return those of some jobs that are there and whose first message has never left.
+
+    Args:
+        store: the store.
+        job_ids: at most some hundred. One that is not there was not committed.
+    """
+    job = store.tables.job
+    statement = (
+        _candidates(job)
+        .where(
+            job.c.id.in_(job_ids),
+            # A countdown, too, is waited for by the worker that gets the message.
+            job.c.state.in_([JobState.QUEUED.value, JobState.SCHEDULED.value]),
+            job.c.dispatch_count == 0,
+        )
+        .order_by(job.c.available_at, job.c.id)
+    )
+    return _read_candidates(store, statement)
+
+
 def _candidates(job: Any) -> Any:
     return select(
         job.c.id,

@@ -29,6 +29,7 @@ from celery_lease.store.transitions.ending import (
     replace_away,
     retry_later,
 )
+from celery_lease.store.transitions.enqueuing import enqueue
 from celery_lease.store.transitions.keys import submit_keyed
 from celery_lease.store.transitions.operating import accept, cancel, hold_waiting, refuse, resume
 from celery_lease.store.transitions.renewal import extend, renew
@@ -66,6 +67,7 @@ __all__ = [
     "count_part",
     "dispatch",
     "drop_group",
+    "enqueue",
     "expect_part",
     "expire",
     "expire_unstarted",

@@ -32,7 +32,8 @@ def dispatch(store: Store, candidate: Dispatchable, *, replay: bool = False) -> 
     expected = (
         [job.c.finished_at.is_not(None), job.c.settled_at.is_(None)]
         if replay
-        else [job.c.state == JobState.QUEUED.value]
+        # Scheduled: what was enqueued with a countdown, and is sent for the first time.
+        else [job.c.state.in_([JobState.QUEUED.value, JobState.SCHEDULED.value])]
     )
     statement = (
         sa.update(job)

@@ -69,12 +69,13 @@ def submit_keyed(store: Store, job: NewJob) -> Existing | None:
             return None
         if found["is_over"] or (job.follows and not insert_job(store, job, holds_key=False)):
             raise RowBusy(_GIVEN_UP)
-        return None if job.follows else Existing(found["id"], _is_same_call(job, found))
+        return None if job.follows else Existing(found["id"], is_same_call(job, found))
 
     return store.retrying(work)
 
 
-def _is_same_call(job: NewJob, found: RowMapping) -> bool:
+def is_same_call(job: NewJob, found: RowMapping | Mapping[str, Any]) -> bool:
+    """Tell whether the holder of a job's key may have been given the same arguments."""
     assert job.key is not None
     return is_same(job.key.arguments_digest, found["arguments_digest"])
 
@@ -86,27 +87,40 @@ def is_same(one: str | None, other: str | None) -> bool:
 
 def _in_the_way(store: Store, new: NewJob) -> RowMapping | None:
     """Return the job that has the id, else the one that holds the key; None: neither is there."""
-    assert new.key is not None
+    parameters = key_parameters(new)
+    for statement in (same_id_statement(store), holder_statement(store)):
+        with store.single() as connection:
+            row = connection.execute(statement, parameters).mappings().first()
+        if row is not None:
+            return row
+    return None
+
+
+def same_id_statement(store: Store) -> Any:
+    """Return the SELECT of the job that has the id."""
     job = store.tables.job
-    columns = [job.c.id, job.c.arguments_digest, case((_is_over(job), 1), else_=0).label("is_over")]
-    same_id = select(*columns).where(job.c.id == bindparam("p_id"))
-    holder = select(*columns).where(*_held_key(job))
-    parameters = _parameters(new)
-    with store.single() as connection:
-        row = connection.execute(same_id, parameters).mappings().first()
-    if row is not None:
-        return row
-    with store.single() as connection:
-        return connection.execute(holder, parameters).mappings().first()
+    return built(
+        store, "same_id", lambda _: select(*_seen(job)).where(job.c.id == bindparam("p_id"))
+    )
 
 
-def _parameters(new: NewJob) -> dict[str, Any]:
-    assert new.key is not None
-    kept = new.key.retention_seconds
+def holder_statement(store: Store) -> Any:
+    """Return the SELECT of the job that holds the key."""
+    job = store.tables.job
+    return built(store, "holder", lambda _: select(*_seen(job)).where(*_held_key(job)))
+
+
+def _seen(job: Any) -> list[Any]:
+    return [job.c.id, job.c.arguments_digest, case((_is_over(job), 1), else_=0).label("is_over")]
+
+
+def key_parameters(new: NewJob) -> dict[str, Any]:
+    """Return the parameters of the statements about who has an id or holds a key."""
+    kept = None if new.key is None else new.key.retention_seconds
     return {
         "p_id": new.job_id,
         "p_task": new.task,
-        "p_key": new.key.text,
+        "p_key": None if new.key is None else new.key.text,
         "p_lets_go": int(kept is not None),
         "p_retention": -(kept or 0.0),
     }
@@ -127,15 +141,11 @@ def _is_over(job: Any) -> Any:
 
 def _insert_instead(store: Store, new: NewJob, holder_id: str) -> bool:
     """Take the key from a holder whose time is over, and record the job, in one transaction."""
-    job = store.tables.job
-    gives_up = (
-        sa.update(job)
-        .where(job.c.id == bindparam("p_holder"), *_held_key(job), _is_over(job))
-        .values(active_key=sa.null())
-    )
     try:
         with store.transaction() as connection:
-            given = connection.execute(gives_up, _parameters(new) | {"p_holder": holder_id})
+            given = connection.execute(
+                giving_up_statement(store), key_parameters(new) | {"p_holder": holder_id}
+            )
             if given.rowcount != 1:
                 return False
             insert_in(store, connection, job_parameters(new))
@@ -143,6 +153,20 @@ def _insert_instead(store: Store, new: NewJob, holder_id: str) -> bool:
         # Another took the key, or the id, in this very moment: the holder keeps what it had.
         return False
     return True
+
+
+def giving_up_statement(store: Store) -> Any:
+    """Return the UPDATE by which a holder whose time is over gives its key up."""
+    job = store.tables.job
+    return built(
+        store,
+        "giving_up",
+        lambda _: (
+            sa.update(job)
+            .where(job.c.id == bindparam("p_holder"), *_held_key(job), _is_over(job))
+            .values(active_key=sa.null())
+        ),
+    )
 
 
 # --- a job that follows the holder of its key -------------------------------------------------

@@ -94,7 +94,7 @@ def insert_job(store: Store, job: NewJob, *, holds_key: bool = True) -> bool:
     parameters = job_parameters(job, holds_key=holds_key)
     if store.dialect.writing_ctes:
         with store.single() as connection:
-            row = connection.execute(built(store, "submit", _submit_statement), parameters).first()
+            row = connection.execute(built(store, "submit", submit_statement), parameters).first()
         return row is not None
     try:
         with store.transaction() as connection:
@@ -110,7 +110,7 @@ def insert_in(
     store: Store, connection: Connection, parameters: dict[str, Any] | list[dict[str, Any]]
 ) -> None:
     """Insert a job and its message, or many, in a transaction of the caller's."""
-    connection.execute(built(store, "submit_job", _insert_job_statement), parameters)
+    connection.execute(built(store, "submit_job", insert_job_statement), parameters)
     connection.execute(built(store, "submit_message", insert_message_statement), parameters)
 
 
@@ -199,7 +199,8 @@ def _message_values() -> dict[str, Any]:
     }
 
 
-def _insert_job_statement(store: Store) -> Any:
+def insert_job_statement(store: Store) -> Any:
+    """Return the INSERT of a job."""
     return sa.insert(store.tables.job).values(**_job_values())
 
 
@@ -208,7 +209,8 @@ def insert_message_statement(store: Store) -> Any:
     return sa.insert(store.tables.message).values(job_id=bindparam("p_id"), **_message_values())
 
 
-def _submit_statement(store: Store) -> Any:
+def submit_statement(store: Store) -> Any:
+    """Return the INSERT of a job and its message in one statement; it gives the id, or no row."""
     job, message = store.tables.job, store.tables.message
     added = insert_if_absent(job).values(**_job_values()).returning(job.c.id).cte("added")
     values = _message_values()

@@ -1,0 +1,155 @@
+"""``task.enqueue(…)``: the job joins the caller's own transaction.
+
+The message is made by Celery itself (``apply_async``), so that options, routes and serializers are
+Celery's own; what comes out is written by a statement in the caller's transaction, and sent when
+that is committed. Nothing but the caller's database is needed until then: no broker, no result
+backend.
+
+There is no other place from which such a message could leave: whoever sends it has found the job in
+the store, by a connection of the store's own. If the process dies before it could, or the broker is
+away, a pass of the reaper sends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from celery.backends.rpc import RPCBackend
+from celery.utils.imports import symbol_by_name
+from kombu.utils import json as kombu_json
+
+from celery_lease import events
+from celery_lease.exceptions import IdempotencyConflict, SettingError, StoreError
+from celery_lease.extension import Extension, extension_of
+from celery_lease.reaper import PublishFailed
+from celery_lease.recording import taken_by
+from celery_lease.records import NewJob
+from celery_lease.store import queries, transitions
+from celery_lease.store.callers import Caller, caller_of, place_of
+
+logger = logging.getLogger(__name__)
+
+#: How long the end of a caller's transaction goes on sending, and how many jobs it asks for at
+#: once. What is left is sent by a pass of the reaper.
+SEND_SECONDS = 5.0
+SEND_BATCH = 200
+
+_DJANGO = "celery_lease.contrib.django:DjangoCaller"
+
+
+def enqueue(task: Any, caller: Caller, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+    """Record a job of a task in a caller's transaction, and have it sent when that is committed.
+
+    Returns:
+        The ``AsyncResult`` of the job: of the existing one, if its key or its id is taken.
+
+    Raises:
+        SettingError: the caller's database is not the store's.
+        IdempotencyConflict: the key is held by a job with other arguments.
+    """
+    if task.app.conf.task_always_eager:
+        return task.apply_async(args, kwargs, **options)
+    extension = extension_of(task.app)
+    place = place_of(extension.store, caller)
+    # Celery's Redis backend subscribes to a result as its task is sent. That would make a caller
+    # wait for a server that it does not need: ``get()`` subscribes by itself.
+    ignores, is_hidden = options.get("ignore_result", task.ignore_result), False
+    if not isinstance(task.backend, RPCBackend):
+        options = {**options, "ignore_result": True}
+        is_hidden = not ignores
+    taken = _Taken()
+    with taken_by(taken, unsent=True):
+        result = task.apply_async(args, kwargs, **options)
+    result.ignored = ignores
+    send = _Committed(extension)
+    for job in taken.jobs:
+        new = replace(job, dispatched=False)
+        if is_hidden and job.job_id == result.id:
+            new = _heeded(new)
+        existing = transitions.enqueue(extension.store, place, caller, new)
+        if existing is None:
+            if job.dispatched:
+                caller.after_commit(job.job_id, send)
+        elif not existing.same_arguments:
+            assert job.key is not None
+            raise IdempotencyConflict(job.task, job.key.text, existing.job_id)
+        elif job.job_id == result.id:
+            result = task.AsyncResult(existing.job_id)
+    return result
+
+
+def caller_for(session: object, using: str | None) -> Caller:
+    """Return whose transaction the arguments of ``enqueue()`` mean.
+
+    Raises:
+        TypeError: neither or both are given, or it is not a session or a connection.
+        SettingError: Django is not installed.
+    """
+    if (session is None) == (using is None):
+        message = (
+            "enqueue() takes an SQLAlchemy Session or Connection, or using= with the name of a "
+            "database of Django's: one of the two"
+        )
+        raise TypeError(message)
+    return caller_of(session) if using is None else _django()(using)
+
+
+def _django() -> Callable[[str], Caller]:
+    try:
+        found: Callable[[str], Caller] = symbol_by_name(_DJANGO)
+    except ModuleNotFoundError as error:
+        raise SettingError(
+            [f"enqueue(using=…) needs Django ({error}): pip install 'celery-lease[django]'"]
+        ) from error
+    return found
+
+
+class _Taken:
+    """Keeps the jobs that Celery has made."""
+
+    def __init__(self) -> None:
+        self.jobs: list[NewJob] = []
+
+    def take(self, job: NewJob, send: Callable[[], Any]) -> None:
+        """Keep a job; it is sent by who finds it in the store."""
+        del send
+        self.jobs.append(job)
+
+
+def _heeded(job: NewJob) -> NewJob:
+    """Return the job with its message saying that somebody waits for its result."""
+    headers = kombu_json.loads(job.message.headers)
+    headers["ignore_result"] = False
+    return replace(job, message=replace(job.message, headers=kombu_json.dumps(headers)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """Sends jobs whose transaction is over."""
+
+    extension: Extension
+
+    def __call__(self, job_ids: list[str]) -> None:
+        """Send those that are there; never raises, and gives up at the first sign of trouble."""
+        until = time.monotonic() + SEND_SECONDS
+        try:
+            reaper = self.extension.reaper()
+            for start in range(0, len(job_ids), SEND_BATCH):
+                batch = job_ids[start : start + SEND_BATCH]
+                for candidate in queries.committed(self.extension.store, batch):
+                    if time.monotonic() > until:
+                        return
+                    events.emit(events.JOB_SUBMITTED, job_id=candidate.job_id, task=candidate.task)
+                    reaper.dispatch(candidate)
+        except PublishFailed:
+            # It is said in the log already: the broker is away.
+            return
+        except StoreError as error:
+            events.emit(events.STORE_UNAVAILABLE, reason=str(error))
+        except Exception:
+            # His transaction is committed: nothing of ours is the caller's to hear of.
+            logger.exception("lease.enqueue.unsent count=%d", len(job_ids))
