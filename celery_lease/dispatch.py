@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery import signals
+from celery import signals, states
+from celery.exceptions import TaskRevokedError
 from kombu.serialization import prepare_accept_content
 from kombu.utils import json as kombu_json
 
@@ -113,8 +114,15 @@ class BrokerPublisher:
             if outcome.state is JobState.SUCCEEDED:
                 backend.mark_as_done(request.id, None, request=request, store_result=store_result)
             elif outcome.state is JobState.CANCELLED:
-                backend.mark_as_revoked(
-                    request.id, str(error), request=request, store_result=store_result
+                # Not ``mark_as_revoked``: it leaves the rest of a chain to wait for ever, and with
+                # it the chord that its last step is a part of (B065). It calls no errbacks either.
+                backend.mark_as_failure(
+                    request.id,
+                    TaskRevokedError(str(error)),
+                    request=request,
+                    store_result=store_result,
+                    call_errbacks=False,
+                    state=states.REVOKED,
                 )
             else:
                 backend.mark_as_failure(

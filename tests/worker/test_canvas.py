@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import chain, chord, group
+from celery.exceptions import ChordError
 from celery.result import GroupResult
 
+from celery_lease.extension import extension_of
+from celery_lease.store import transitions
 from tests.conftest import _numbers
 from tests.support.databases import new_database
 from tests.support.servers import External
@@ -495,3 +498,129 @@ def values_of(outcome: Any) -> Any:
     if isinstance(outcome[0], list):
         return [values_of(one) for one in outcome[0]]
     return outcome[1]
+
+
+# --- ends that no body returned -----------------------------------------------------------------
+
+#: a canvas with a job "a" that comes to nothing, the bodies and errbacks that run beside it, and
+#: whether its end is told to an errback
+Ending = tuple["Callable[[Making, Any], Any]", str, bool]
+
+ENDING: dict[str, Ending] = {
+    "alone": (lambda make, a: linked(make, a, "b").on_error(make.on_error("e")), "", True),
+    "step": (
+        lambda make, a: chain(make("b"), a.on_error(make.on_error("e")), make("c")),
+        "b",
+        True,
+    ),
+    "member": (lambda make, a: group(a.on_error(make.on_error("e")), make("b")), "b", True),
+    "part": (
+        lambda make, a: chord([a, make("b")], make("c").on_error(make.on_error("e"))),
+        "be",
+        False,
+    ),
+    "only part": (lambda make, a: chord([a], make("c").on_error(make.on_error("e"))), "e", False),
+    "chain in a chord": (
+        lambda make, a: chord(
+            [chain(a, make("b")), make("c")], make("d").on_error(make.on_error("e"))
+        ),
+        "ce",
+        False,
+    ),
+    "end of a chain in a chord": (
+        lambda make, a: chord(
+            [chain(make("b"), a), make("c")], make("d").on_error(make.on_error("e"))
+        ),
+        "bce",
+        False,
+    ),
+    "group in a chain": (
+        lambda make, a: chain(group(a, make("b")), make("c").on_error(make.on_error("e"))),
+        "be",
+        False,
+    ),
+    "body": (
+        lambda make, a: chord(make.many("bc"), a.on_error(make.on_error("e"))),
+        "bc",
+        True,
+    ),
+}
+
+
+def test_a_job_that_is_given_up_ends_its_canvas_once(place: Site) -> None:
+    """Its process dies at each attempt: each errback is called once, and nobody waits for ever."""
+    makings = {name: Making(place, "leased") for name in ENDING}
+    results = {
+        name: ENDING[name][0](make, make("a", then="die always")).apply_async()
+        for name, make in makings.items()
+    }
+
+    problems = problems_of_ends(place, makings, results, is_told=True, ran={"a": 2})
+
+    assert not problems, "\n".join(problems)
+
+
+def test_a_cancelled_job_ends_its_canvas(place: Site) -> None:
+    """B065: it waits in a queue that nobody consumes; Celery's errbacks are not for revocations."""
+    makings = {name: Making(place, "leased") for name in ENDING}
+    ids = {name: f"{make.tag}-a" for name, make in makings.items()}
+    results = {
+        name: ENDING[name][0](make, make("a").set(task_id=ids[name], queue="nobody")).apply_async()
+        for name, make in makings.items()
+    }
+
+    for job_id in ids.values():
+        eventually(lambda job_id=job_id: place.job_or_none(job_id), timeout=20)
+        cancel(place, job_id)
+    problems = problems_of_ends(place, makings, results, is_told=False, ran={})
+
+    assert not problems, "\n".join(problems)
+    place.drop("nobody")
+
+
+def cancel(site: Site, job_id: str) -> None:
+    """Do what ``celery lease cancel`` does."""
+    extension = extension_of(site.app)
+    assert transitions.cancel(extension.store, job_id, reason="no longer wanted").is_final
+    extension.reaper().settle_now(job_id)
+
+
+def problems_of_ends(
+    site: Site,
+    makings: dict[str, Making],
+    results: dict[str, Any],
+    *,
+    is_told: bool,
+    ran: dict[str, int],
+) -> list[str]:
+    """Wait until all is over, and return what is not as it should be."""
+    wait_quiet(site)
+    problems = []
+    for name, make in makings.items():
+        _, others, of_errback = ENDING[name]
+        expected = bodies(others + ("e" if of_errback and is_told else ""), **ran)
+        found = Counter(site.facts(make.tag))
+        if found != expected:
+            problems.append(f"{name}: ran {found}, not {expected}")
+        if not results[name].ready():
+            problems.append(f"{name}: somebody waits for ever: {outcome_of(results[name])}")
+    return problems
+
+
+def test_a_running_part_that_is_cancelled_ends_its_chord_at_once(place: Site) -> None:
+    """What its body says later is kept on its attempt, and counts for nothing (B065)."""
+    make = Making(place, "leased")
+    part = make("a", then="wait go").set(task_id=f"{make.tag}-a")
+    body = make("c").on_error(make.on_error("e"))
+    result = chord([part, make("b")], body).apply_async()
+    eventually(lambda: "a" in place.facts(make.tag), timeout=20)
+
+    cancel(place, part.id)
+
+    with pytest.raises(ChordError, match="TaskRevokedError"):
+        place.app.AsyncResult(result.id).get(timeout=20)
+    place.book.note(make.tag, "go")
+    eventually(lambda: place.attempts(part.id)[0]["rejected_at"], timeout=20)
+    wait_quiet(place)
+    assert Counter(place.facts(make.tag)) == bodies("abe", go=1)
+    assert place.app.backend.get_state(part.id) == "REVOKED"
