@@ -6,13 +6,16 @@ What it is not: nothing here records a message (``recording``) or puts one on th
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
+from uuid import NAMESPACE_OID, uuid5
 
 from celery.app.task import Context
 from celery.utils import uuid
+from celery.utils.functional import maybe_list
 from celery.utils.time import maybe_iso8601
 from kombu import Exchange, serialization
 from kombu.compression import compress, decompress
@@ -121,16 +124,42 @@ def freeze_callbacks(body: Any) -> Any:
     for name in ("callbacks", "errbacks"):
         if embed.get(name):
             embed[name] = [_frozen(callback) for callback in embed[name]]
+    if embed.get("chord"):
+        embed["chord"] = _with_frozen_errbacks(embed["chord"])
     return args, kwargs, embed
 
 
-def _frozen(callback: Any) -> Any:
+def _with_frozen_errbacks(body: Any) -> Any:
+    """Return the body of a chord with an id on each of its errbacks.
+
+    Celery sends them, and not the body, when a part has failed. Every part brings a body of its
+    own, and each may be the one that is told from: the ids are made of the body's id.
+    """
+    if not isinstance(body, dict):
+        return body
+    options = dict(body.get("options") or {})
+    errbacks, body_id = maybe_list(options.get("link_error")), options.get("task_id")
+    if errbacks and body_id:
+        names = (f"{body_id} errback {number}" for number in itertools.count())
+        options["link_error"] = [
+            _frozen(errback, str(uuid5(NAMESPACE_OID, name)))
+            for errback, name in zip(errbacks, names, strict=False)
+        ]
+    plain = {**body, "options": options}
+    if body.get("subtask_type") == "group":
+        # Its members fail one by one, each with its own.
+        tasks = [_with_frozen_errbacks(one) for one in body["kwargs"]["tasks"]]
+        plain["kwargs"] = {**body["kwargs"], "tasks": tasks}
+    return plain
+
+
+def _frozen(callback: Any, task_id: str | None = None) -> Any:
     if not isinstance(callback, dict) or callback.get("subtask_type"):
         return callback
     options = dict(callback.get("options") or {})
     if options.get("task_id"):
         return callback
-    options["task_id"] = str(uuid())
+    options["task_id"] = task_id or str(uuid())
     plain = dict(callback)
     plain["options"] = options
     return plain

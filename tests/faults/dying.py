@@ -7,6 +7,7 @@ on the way of an outcome, in their order:
 * ``sent``: Celery has sent links and the next step, and stored nothing (a failure has none);
 * ``stored``: the result backend has it; of a failure, errbacks are not sent, and a part of a chord
   is not counted;
+* ``erred``: errbacks are sent, of a job that failed or of the body of a chord that did;
 * ``told``: Celery is done, and the store does not know it.
 """
 
@@ -21,6 +22,7 @@ import redis
 from celery.backends.base import Backend
 from celery.states import READY_STATES
 
+from celery_lease import backend as lease_backend
 from celery_lease.runtime import Runtime
 from celery_lease.store import transitions
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 POINTS = ("committed", "sent", "stored", "told")
+#: Beside them, where there are errbacks.
+ERRED = "erred"
 
 _DEATHS = "deaths"
 
@@ -48,6 +52,9 @@ def make_mortal(app: Any) -> None:
         _around(transitions, name, _committed)
     _around(Backend, "mark_as_done", _sent)
     _around(type(app.backend), "store_result", _stored)
+    _around(Backend, "_call_task_errbacks", _erred)
+    # The claim of who died at its chord runs out within the test.
+    lease_backend.CHORD_CLAIM_SECONDS = 2.0
     _around(Runtime, "settle_later", _told)
 
 
@@ -87,6 +94,15 @@ def _stored(inner: Callable[..., Any]) -> Any:
         return answer
 
     return store
+
+
+def _erred(inner: Callable[..., Any]) -> Any:
+    def call(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = inner(self, request, *args, **kwargs)
+        _die(ERRED, request.id)
+        return answer
+
+    return call
 
 
 def _told(inner: Callable[..., Any]) -> Any:

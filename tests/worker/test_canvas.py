@@ -340,6 +340,13 @@ FAILING: dict[str, tuple[Callable[[Making], Any], Counter[str] | None]] = {
         lambda make: chord([failing(make), make("b")], make("c")).on_error(make.on_error("e")),
         bodies("abe"),
     ),
+    "part of a chord whose body is a group": (
+        lambda make: chord(
+            [failing(make), make("b")],
+            group(make("c").on_error(make.on_error("e")), make("d").on_error(make.on_error("f"))),
+        ),
+        bodies("abef"),
+    ),
     "body of a chord": (
         lambda make: chord(make.many("bc"), failing(make, "e")),
         bodies("bcae"),
