@@ -784,9 +784,9 @@ SETTINGS: tuple[Setting, ...] = (
         name="lease_queued_timeout",
         default=300.0,
         kind=_DURATION,
-        summary="How long after its due time a dispatched job may stay unclaimed before its "
-        "message is sent again, the gap doubling each time: shorter repairs a lost message "
-        "sooner, longer sends fewer duplicates into a backlog.",
+        summary="How long a dispatched job may stay unclaimed before its message is suspected to "
+        "be lost: sent again if a later one of its queue was claimed, else by a few probes, the "
+        "gaps doubling; shorter repairs a lost message sooner, longer sends fewer in vain.",
     ),
     Setting(
         name="lease_publish_on_error",

@@ -302,6 +302,14 @@ def test_what_is_lost_is_preferred_to_probes(store: Store) -> None:
     assert unclaimed(store) == ["lost", "silent"]
 
 
+def test_a_pass_takes_no_more_than_its_limit(store: Store) -> None:
+    for queue in "abcd":
+        sent_ago(store, queue, 2 * TIMEOUT, queue=queue)
+
+    assert len(unclaimed(store, limit=3)) == 3
+    assert len(send(store)) == 4
+
+
 def test_two_reapers_send_one_probe(store: Store, other_store: Store) -> None:
     backlog(store, 3)
     seen = queries.unclaimed(other_store, queued_timeout=TIMEOUT, limit=9)
