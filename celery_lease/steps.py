@@ -24,6 +24,7 @@ from celery_lease.intake import end_intake
 from celery_lease.revocation import listen
 from celery_lease.stopping import StopFlag
 from celery_lease.store import transitions
+from celery_lease.unknown_tasks import leave_to_store
 from celery_lease.worker import ForkGate, WorkerClaims, WorkerThread, be_node, node_name
 from celery_lease.worker_heartbeat import WorkerHeartbeat
 
@@ -141,9 +142,13 @@ class _LeaseStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has n
 
 
 class _LeaseEndStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery has no types
-    """Ends the rest after the last body."""
+    """Ends the rest after the last body, and says what the consumer does with unknown tasks."""
 
     extension: ClassVar[Extension]
+
+    def __init__(self, parent: Any, **options: Any) -> None:
+        super().__init__(parent, **options)
+        leave_to_store(parent)
 
     def shutdown(self, parent: Any) -> None:
         """End the threads and the socket."""

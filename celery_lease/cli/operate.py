@@ -12,7 +12,7 @@ import click
 
 from celery_lease.cli import tables
 from celery_lease.cli.command import LeaseCommand, app_of, json_option
-from celery_lease.cli.output import print_json, print_table, print_text
+from celery_lease.cli.output import print_json, print_table, print_text, printable
 from celery_lease.exceptions import JobNotFound
 from celery_lease.extension import extension_of, run_pass, settings_of
 from celery_lease.settings import as_rows
@@ -23,16 +23,54 @@ _reason = click.option("--reason", required=True, help="Who says so, and why; ke
 
 
 @click.command(cls=LeaseCommand)
-@click.argument("job_id", metavar="JOB")
+@click.argument("job_ids", metavar="JOB...", nargs=-1, required=True)
 @_reason
 @json_option
 @click.pass_context
-def cancel(ctx: click.Context, *, job_id: str, reason: str, as_json: bool) -> None:
-    """End a job that is not final yet; a running body is interrupted at its next heartbeat."""
+def cancel(ctx: click.Context, *, job_ids: tuple[str, ...], reason: str, as_json: bool) -> None:
+    """End jobs that are not final yet; running bodies are interrupted at their next heartbeat."""
     extension = extension_of(app_of(ctx))
-    reached = transitions.cancel(extension.store, job_id, reason=reason)
-    _report(job_id, reached, JobState.CANCELLED, instead=_no_cancel, as_json=as_json)
-    extension.reaper().settle_now(job_id)
+    done: list[str] = []
+    refused: list[tuple[str, JobState | None]] = []
+    try:
+        for job_id in dict.fromkeys(job_ids):
+            reached = transitions.cancel(extension.store, job_id, reason=reason)
+            if reached is JobState.CANCELLED:
+                done.append(job_id)
+            else:
+                refused.append((job_id, reached))
+    finally:
+        # Also if the store goes away half way: those have ended.
+        _report_many(done, refused, as_json=as_json)
+    extension.reaper().settle_many(done)
+    if refused:
+        sys.exit(1)
+
+
+def _report_many(
+    done: list[str], refused: list[tuple[str, JobState | None]], *, as_json: bool
+) -> None:
+    """Say of each job whether it is cancelled now; what was not is for stderr."""
+    if as_json:
+        print_json(
+            {
+                "jobs": [
+                    *({"job": one, "state": JobState.CANCELLED.value} for one in done),
+                    *(
+                        {"job": one, "state": None if reached is None else reached.value}
+                        for one, reached in refused
+                    ),
+                ]
+            }
+        )
+        return
+    print_text([f"{one} is {JobState.CANCELLED}" for one in done])
+    for job_id, reached in refused:
+        if reached is None:
+            problem = str(JobNotFound(job_id))
+        else:
+            problem = f"job {job_id} is {reached}: nothing was changed; it has ended already"
+        click.echo(f"Error: {printable(problem)}", err=True)
 
 
 @click.command(cls=LeaseCommand)
@@ -46,11 +84,6 @@ def resume(ctx: click.Context, *, job_id: str, reason: str, as_json: bool) -> No
     reached = transitions.resume(extension.store, job_id, reason=reason)
     _report(job_id, reached, JobState.QUEUED, instead=_no_resume, as_json=as_json)
     extension.reaper().send_now(job_id)
-
-
-def _no_cancel(reached: JobState) -> str:
-    del reached
-    return "it has ended already"
 
 
 def _no_resume(reached: JobState) -> str:

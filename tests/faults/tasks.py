@@ -43,6 +43,7 @@ def make_app(conf: Mapping[str, Any], folder: Path) -> Celery:
             ``faults_kill_child_at`` has the first ``faults_kills`` (1) kill themselves alone.
             ``faults_wait_at`` has the first process that comes there wait at the gate "harm done".
             ``faults_busy_parent`` has a thread in a worker's main process that always holds a lock;
+            ``faults_without`` are tasks that it does not have, as before a deploy.
             ``faults_store_before_fork`` has the store used at import and before the pool forks.
         folder: of the ledger.
     """
@@ -65,13 +66,12 @@ def make_app(conf: Mapping[str, Any], folder: Path) -> Celery:
         ledger.write("begin", **mine, checkpoint=lease.last_checkpoint)
         try:
             _go_through(task, plan, ledger, mine)
-            if "state" in plan:
-                task.update_state(state=plan["state"], meta={"done": 1})
             gate = _chosen(plan.get("wait", {}), token)
             if gate is not None:
                 ledger.wait_at(gate, lease.check if plan.get("check") else lambda: None)
             _act(task, _chosen(plan.get("then", {}), token), ledger, mine)
             _heed_stop(task, _chosen(plan.get("stop", {}), token), ledger, mine)
+            _submit_next(task, plan.get("next"), ledger, mine)
         except LeaseLost:
             ledger.write("interrupted", **mine)
             _act(task, _chosen(plan.get("linger", {}), token), ledger, mine)
@@ -103,6 +103,8 @@ def make_app(conf: Mapping[str, Any], folder: Path) -> Celery:
 
     _add_callbacks(app, ledger)
     _harm(app, conf, ledger)
+    for name in conf.get("faults_without", ()):
+        app.tasks.unregister(name)
     return app
 
 
@@ -188,10 +190,21 @@ def _chosen(by_token: Mapping[str, str], token: int) -> str | None:
     return by_token.get(str(token), by_token.get("*"))
 
 
+def _submit_next(
+    task: LeasedTask, key: str | None, ledger: Ledger, mine: Mapping[str, Any]
+) -> None:
+    """Submit the next run under a key of its own."""
+    if key is not None:
+        sent = task.apply_async(kwargs={"plan": {}}, idempotency_key=key)
+        ledger.write("next", **mine, sent=sent.id)
+
+
 def _go_through(
     task: LeasedTask, plan: Mapping[str, Any], ledger: Ledger, mine: Mapping[str, Any]
 ) -> None:
     """Do ``items`` one by one, from the last checkpoint on; wait at a gate after ``pause`` ones."""
+    if "state" in plan:
+        task.update_state(state=plan["state"], meta={"done": 1})
     if "items" not in plan:
         return
     for item in range(task.lease.last_checkpoint or 0, plan["items"]):

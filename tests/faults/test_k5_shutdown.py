@@ -203,8 +203,12 @@ def test_a_body_that_is_killed_after_the_grace_is_not_counted(
         assert first["state"] == "expired"
 
 
-def test_a_job_is_cancelled_while_its_worker_stops(make_stage: Callable[..., Stage]) -> None:
-    """B040: the body is interrupted at the next heartbeat, and the worker can go."""
+@pytest.mark.parametrize("how", ["cancelled", "revoked", "terminated"])
+def test_a_job_is_ended_while_its_worker_stops(how: str, make_stage: Callable[..., Stage]) -> None:
+    """B040: the body is interrupted at the next heartbeat, and the worker can go.
+
+    A worker that stops hears no remote control any more.
+    """
     stage = make_stage()
     leaving = stage.worker(concurrency=1)
     sent = stage.signature({"wait": {"*": "never"}}, task="interruptible").apply_async()
@@ -213,7 +217,10 @@ def test_a_job_is_cancelled_while_its_worker_stops(make_stage: Callable[..., Sta
     leaving.wait_log("Warm shutdown")
 
     cancelled = time.monotonic()
-    transitions.cancel(stage.extension.store, sent.id, reason="operator")
+    if how == "cancelled":
+        transitions.cancel(stage.extension.store, sent.id, reason="operator")
+    else:
+        sent.revoke(terminate=how == "terminated")
 
     (stopped,) = eventually(lambda: stage.ledger.read("interrupted"), timeout=LEASE)
     # A renewal comes each third of a lease, ±10 %.

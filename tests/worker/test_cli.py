@@ -315,7 +315,7 @@ def test_a_job_is_cancelled_with_its_reason_and_resumed_as_the_same_job(
     shown = in_process("show", "running")
     resumed = in_process("resume", "running", "--reason", "data mended")
 
-    assert cancelled == {"job": "running", "state": "cancelled"}
+    assert cancelled == {"jobs": [{"job": "running", "state": "cancelled"}]}
     assert (shown["state_reason"], shown["attempts"][0]["state"]) == (
         "wrong data, says Ada",
         "cancelled",
@@ -338,6 +338,27 @@ def test_what_cannot_be_cancelled_or_resumed_is_left_alone_and_said(
     assert "to begin anew, cancel it first" in going_on.stderr
     assert (untold.returncode, "Celery has not been told of its end" in untold.stderr) == (1, True)
     assert (unknown.returncode, "no job nobody" in unknown.stderr) == (1, True)
+
+
+def test_several_jobs_are_cancelled_and_of_each_is_said_what_became_of_it(
+    history: Store, lease: Callable[..., Run]
+):
+    some = ("cancel", "nobody", "running", "taken-over", "running", "--reason", "x")
+
+    said = lease(*some)
+    again = lease(*some, "--json")
+
+    assert (said.returncode, said.stdout) == (1, "running is cancelled\n")
+    assert said.stderr.splitlines() == [
+        "Error: no job nobody in the lease store",
+        "Error: job taken-over is succeeded: nothing was changed; it has ended already",
+    ]
+    assert (again.returncode, again.stderr) == (1, "")
+    assert json.loads(again.stdout)["jobs"] == [
+        {"job": "running", "state": "cancelled"},
+        {"job": "nobody", "state": None},
+        {"job": "taken-over", "state": "succeeded"},
+    ]
 
 
 # -- reap, migrate, settings -----------------------------------------------------------------
