@@ -199,14 +199,20 @@ def test_a_running_body_stops_within_a_heartbeat(
     assert first.is_running
 
 
-@pytest.mark.parametrize("ack", ["claim", "late"])
-@pytest.mark.parametrize("number", ["TERM", "KILL"])
-@pytest.mark.parametrize("who", ["we", "stranger"])
+@pytest.mark.parametrize(
+    ("who", "number", "ack"),
+    [
+        ("we", "TERM", "claim"),
+        ("we", "KILL", "late"),
+        ("stranger", "TERM", "late"),
+        ("stranger", "KILL", "claim"),
+    ],
+)
 def test_a_terminated_body_is_not_run_again(
-    who: str, number: str, ack: str, broker: Broker, make_stage: Callable[..., Stage]
+    who: str, number: str, ack: str, make_stage: Callable[..., Stage]
 ) -> None:
     """B078: its child dies under it; the death is no loss, and its message is not redelivered."""
-    stage = make_stage(broker=broker, lease_duration=60.0, lease_ack=ack)
+    stage = make_stage(lease_duration=60.0, lease_ack=ack)
     stage.workers(2, concurrency=1)
     sent = stage.send({"wait": {"*": "never"}}, link=stage.note("link"))
     stage.wait_begun(sent.id)

@@ -205,10 +205,7 @@ def test_a_body_that_is_killed_after_the_grace_is_not_counted(
 
 @pytest.mark.parametrize("how", ["cancelled", "revoked", "terminated"])
 def test_a_job_is_ended_while_its_worker_stops(how: str, make_stage: Callable[..., Stage]) -> None:
-    """B040: the body is interrupted at the next heartbeat, and the worker can go.
-
-    A worker that stops hears no remote control any more.
-    """
+    """B040: the body is interrupted at the next heartbeat at the latest, and the worker can go."""
     stage = make_stage()
     leaving = stage.worker(concurrency=1)
     sent = stage.signature({"wait": {"*": "never"}}, task="interruptible").apply_async()
@@ -222,10 +219,13 @@ def test_a_job_is_ended_while_its_worker_stops(how: str, make_stage: Callable[..
     else:
         sent.revoke(terminate=how == "terminated")
 
-    (stopped,) = eventually(lambda: stage.ledger.read("interrupted"), timeout=LEASE)
-    # A renewal comes each third of a lease, ±10 %.
-    assert stopped["monotonic"] - cancelled <= 1.1 * LEASE / 3 + SLACK
+    if how != "terminated":
+        # That one's child may die first, where the worker still hears of it.
+        (stopped,) = eventually(lambda: stage.ledger.read("interrupted"), timeout=LEASE)
+        # A renewal comes each third of a lease, ±10 %.
+        assert stopped["monotonic"] - cancelled <= 1.1 * LEASE / 3 + SLACK
     assert leaving.wait() == 0
+    assert time.monotonic() - cancelled <= LEASE + 2 * SLACK
     assert stage.job(sent.id)["state"] == "cancelled"
     assert stage.attempts(sent.id)[0]["state"] == "cancelled"
     assert stage.job(sent.id)["lost_count"] == 0
