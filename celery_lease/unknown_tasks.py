@@ -16,7 +16,7 @@ from typing import Any
 
 from celery import signals
 
-from celery_lease.dispatch import RECORDED_HEADER
+from celery_lease.messages import RECORDED_HEADER
 
 logger = logging.getLogger(__name__)
 

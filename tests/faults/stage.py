@@ -240,6 +240,29 @@ class Stage:
         with self._engine.begin() as connection:
             connection.execute(sa.text(statement), values)
 
+    def multiply(self, job_id: str, number: int) -> None:
+        """Make a job's rows many, under new ids (PostgreSQL)."""
+        for table in ("job", "message", "attempt"):
+            names = [
+                row["column_name"]
+                for row in self.rows_of(
+                    "SELECT column_name FROM information_schema.columns WHERE table_name = :name",
+                    name=f"celery_lease_{table}",
+                )
+            ]
+            key = "id" if table == "job" else "job_id"
+            new = f"{key} || '-' || number"
+            # The message says whose it is, too.
+            made = {key: new, "headers": f"replace(headers, {key}, {new})"}
+            values = [made.get(name, name) for name in names]
+            self.execute(
+                f"INSERT INTO celery_lease_{table} ({', '.join(names)}) "
+                f"SELECT {', '.join(values)} FROM celery_lease_{table}, "
+                f"generate_series(1, :number) number WHERE {key} = :id",
+                number=number,
+                id=job_id,
+            )
+
     def snapshot(self) -> dict[str, list[dict[str, Any]]]:
         """Return every row of the jobs, their messages and their attempts."""
         return {table: self.rows(table) for table in ("job", "message", "attempt")}

@@ -264,27 +264,6 @@ def test_a_message_that_the_broker_refuses_is_in_nobodys_way(
 # --- the reaper -----------------------------------------------------------------------------------
 
 
-def multiply(stage: Stage, job_id: str, number: int) -> None:
-    """Make a job's rows many: each table's own, under new ids."""
-    for table in ("job", "message", "attempt"):
-        names = [
-            row["column_name"]
-            for row in stage.rows_of(
-                "SELECT column_name FROM information_schema.columns WHERE table_name = :name",
-                name=f"celery_lease_{table}",
-            )
-        ]
-        key = "id" if table == "job" else "job_id"
-        values = [f"{key} || '-' || number" if name == key else name for name in names]
-        stage.execute(
-            f"INSERT INTO celery_lease_{table} ({', '.join(names)}) "
-            f"SELECT {', '.join(values)} FROM celery_lease_{table}, "
-            f"generate_series(1, :number) number WHERE {key} = :id",
-            number=number,
-            id=job_id,
-        )
-
-
 def test_a_pass_that_finds_a_frozen_broker_gives_its_batch_up(
     make_cable: Callable[..., Cable],
 ) -> None:
@@ -295,7 +274,7 @@ def test_a_pass_that_finds_a_frozen_broker_gives_its_batch_up(
     stage.wait_begun(sent.id)
     stage.run_pass()
     worker.kill_group()
-    multiply(stage, sent.id, 499)
+    stage.multiply(sent.id, 499)
     stage.execute(
         "UPDATE celery_lease_attempt SET lease_expires_at = clock_timestamp() - interval '1 s'"
     )
@@ -328,7 +307,7 @@ def test_what_a_long_outage_has_left_is_sent_in_batches_each_once(
 ) -> None:
     stage, proxy = make_cable(lease_reaper_limit=500, lease_queued_timeout=300.0)
     proxy.cut()
-    multiply(stage, submit_in(stage, TIMEOUT + SLACK), 1999)
+    stage.multiply(submit_in(stage, TIMEOUT + SLACK), 1999)
     assert stage.run_pass() == {"unpublished": 1}
     before = stage.scalar("SELECT sum(dispatch_count) FROM celery_lease_job")
     proxy.heal()

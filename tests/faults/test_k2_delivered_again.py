@@ -215,7 +215,7 @@ def test_an_eta_beyond_the_consumer_timeout_ends_workers_and_is_one_attempt(
 ) -> None:
     """B015: nothing was claimed, so nothing was acknowledged; whoever is there in the end runs it.
 
-    That no message leaves before it is nearly due is a later feature (``lease_defer_after``).
+    Without ``lease_defer_after``, which keeps such a message from leaving.
     """
     stage = make_stage(broker=impatient_rabbit)
     sent = stage.signature({}).apply_async(countdown=3 * PATIENCE)
