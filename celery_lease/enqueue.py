@@ -12,7 +12,6 @@ away, a pass of the reaper sends it.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,8 +29,7 @@ from celery_lease.recording import taken_by
 from celery_lease.records import NewJob
 from celery_lease.store import queries, transitions
 from celery_lease.store.callers import Caller, caller_of, place_of
-
-logger = logging.getLogger(__name__)
+from celery_lease.store.engine import Store
 
 #: How long the end of a caller's transaction goes on sending, and how many jobs it asks for at
 #: once. What is left is sent by a pass of the reaper.
@@ -82,7 +80,7 @@ def enqueue(task: Any, caller: Caller, args: Any, kwargs: Any, options: dict[str
     return result
 
 
-def caller_for(session: object, using: str | None) -> Caller:
+def caller_for(task: Any, session: object, using: str | None) -> Caller:
     """Return whose transaction the arguments of ``enqueue()`` mean.
 
     Raises:
@@ -95,12 +93,14 @@ def caller_for(session: object, using: str | None) -> Caller:
             "database of Django's: one of the two"
         )
         raise TypeError(message)
-    return caller_of(session) if using is None else _django()(using)
+    if using is None:
+        return caller_of(session)
+    return _django()(using, extension_of(task.app).store)
 
 
-def _django() -> Callable[[str], Caller]:
+def _django() -> Callable[[str, Store], Caller]:
     try:
-        found: Callable[[str], Caller] = symbol_by_name(_DJANGO)
+        found: Callable[[str, Store], Caller] = symbol_by_name(_DJANGO)
     except ModuleNotFoundError as error:
         raise SettingError(
             [f"enqueue(using=…) needs Django ({error}): pip install 'celery-lease[django]'"]
@@ -134,7 +134,7 @@ class _Committed:
     extension: Extension
 
     def __call__(self, job_ids: list[str]) -> None:
-        """Send those that are there; never raises, and gives up at the first sign of trouble."""
+        """Send those that are there; gives up at the first sign of trouble."""
         until = time.monotonic() + SEND_SECONDS
         try:
             reaper = self.extension.reaper()
@@ -150,6 +150,3 @@ class _Committed:
             return
         except StoreError as error:
             events.emit(events.STORE_UNAVAILABLE, reason=str(error))
-        except Exception:
-            # His transaction is committed: nothing of ours is the caller's to hear of.
-            logger.exception("lease.enqueue.unsent count=%d", len(job_ids))

@@ -294,7 +294,7 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
 
         .. versionadded:: 0.1
         """
-        return enqueue(self, caller_for(session, using), args, kwargs, options)
+        return enqueue(self, caller_for(self, session, using), args, kwargs, options)
 
     def _forget_pending(self, task_id: str) -> None:
         """Stop listening for a result that will not come: Celery began before it published."""

@@ -258,8 +258,13 @@ def _returned(connection: object, record: Any) -> None:
 def _send(remembered: _Remembered) -> None:
     ended = list(remembered.ended)
     remembered.ended.clear()
+    send_all(ended)
+
+
+def send_all(jobs: Sequence[tuple[Send, str]]) -> None:
+    """Have jobs sent whose transaction is over, those of one sender together; never raises."""
     by_sender: dict[Send, list[str]] = {}
-    for send, job_id in ended:
+    for send, job_id in jobs:
         by_sender.setdefault(send, []).append(job_id)
     for send, job_ids in by_sender.items():
         try:

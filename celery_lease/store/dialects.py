@@ -298,6 +298,7 @@ class Dialect:
         name: SQLAlchemy's name of it.
         writing_ctes: an UPDATE may feed an INSERT or another UPDATE in one statement.
         returning: UPDATE … RETURNING exists.
+        refusals_lock: an INSERT that is refused leaves a lock on the row that is there already.
         autocommits: a single statement needs no transaction around it, and asking for that
             costs no round trip.
         connect_arguments: bounds on connecting.
@@ -315,6 +316,7 @@ class Dialect:
     writing_ctes: bool
     returning: bool
     autocommits: bool
+    refusals_lock: bool
     prepare: Callable[[Engine, Mapping[str, Any]], None]
     trouble: Callable[[BaseException], Trouble]
     whereabouts: Callable[[Ask, str, str | None], Whereabouts | None]
@@ -403,6 +405,7 @@ _POSTGRESQL = Dialect(
     writing_ctes=True,
     returning=True,
     autocommits=True,
+    refusals_lock=False,
     prepare=_postgresql_prepare,
     trouble=_postgresql_trouble,
     whereabouts=_postgresql_whereabouts,
@@ -501,6 +504,8 @@ _MYSQL = Dialect(
     returning=False,
     # Switching autocommit costs a round trip each way, so every statement has a transaction.
     autocommits=False,
+    # On the entry of the unique index, shared, until the transaction ends.
+    refusals_lock=True,
     prepare=_mysql_prepare,
     trouble=_mysql_trouble,
     whereabouts=_mysql_whereabouts,
@@ -575,6 +580,7 @@ _SQLITE = Dialect(
     writing_ctes=False,
     returning=True,
     autocommits=True,
+    refusals_lock=False,
     prepare=_sqlite_prepare,
     trouble=_sqlite_trouble,
     whereabouts=_sqlite_whereabouts,

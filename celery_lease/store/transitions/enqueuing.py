@@ -3,7 +3,8 @@
 What it writes is what ``submit`` and ``submit_keyed`` write, with two differences. An error of
 the database would end the caller's transaction (PostgreSQL), and so a row that is there already
 must not be one. And no lock may be left, until the caller is done, on the row of another job, whose
-runner would wait for it.
+runner would wait for it: where a refused INSERT leaves one, the store looks first, by a connection
+of its own.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def enqueue(store: Store, place: Store, caller: Caller, job: NewJob) -> Existing
     """
     error: BaseException | None = None
     for _ in range(TRIES):
-        found = None if place.dialect.writing_ctes else _in_the_way(place, caller.fetch, job)
+        found = _committed_in_the_way(store, job) if store.dialect.refusals_lock else None
         if found is None:
             error = _insert(place, caller, job)
             if error is None:
@@ -65,12 +66,13 @@ def enqueue(store: Store, place: Store, caller: Caller, job: NewJob) -> Existing
             continue
         if found["id"] == job.job_id:
             return Existing(job.job_id)
+        if not found["is_over"] and not job.follows:
+            return Existing(found["id"], is_same_call(job, found))
         if found["is_over"]:
             parameters = key_parameters(job) | {"p_holder": found["id"]}
             caller.write(giving_up_statement(place), parameters)
-        elif not job.follows:
-            return Existing(found["id"], is_same_call(job, found))
-        elif _insert(place, caller, job, holds_key=False) is None:
+        error = _insert(place, caller, job, holds_key=bool(found["is_over"]))
+        if error is None:
             return None
     raise StoreUnavailable(
         store.masked_url, f"the idempotency key of job {job.job_id} is taken and given up"

@@ -20,6 +20,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_lease import HandOver, LeasedTask, current_lease
 from tests.worker.apps.breakable import add_breakable_tasks
+from tests.worker.apps.enqueued import add_enqueued_tasks
 from tests.worker.apps.keyed import add_keyed_tasks
 from tests.worker.apps.twins import add_twins
 
@@ -85,6 +86,7 @@ def make_app(*, broker: str, backend: str | None, store: str, ledger: str, **con
     add_breakable_tasks(app, book)
     add_keyed_tasks(app, book)
     add_twins(app, book)
+    add_enqueued_tasks(app, book)
     return app
 
 
