@@ -87,7 +87,7 @@ def orders(engine: sa.Engine, name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def _places(
+def places(
     request: pytest.FixtureRequest, valkey: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Place]]:
     """The places of this module, each made at its first use."""
@@ -113,33 +113,33 @@ def _places(
 
 
 @pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
-def place(request: pytest.FixtureRequest, _places: Callable[[str], Place]) -> Place:
+def place(request: pytest.FixtureRequest, places: Callable[[str], Place]) -> Place:
     """One database after the other."""
-    return _places(request.param)
+    return places(request.param)
 
 
 @pytest.fixture(params=["postgresql", "mariadb"])
-def row_place(request: pytest.FixtureRequest, _places: Callable[[str], Place]) -> Place:
+def row_place(request: pytest.FixtureRequest, places: Callable[[str], Place]) -> Place:
     """A database that lets two transactions write at once."""
-    return _places(request.param)
+    return places(request.param)
 
 
 @pytest.fixture
-def postgresql_place(_places: Callable[[str], Place]) -> Place:
+def postgresql_place(places: Callable[[str], Place]) -> Place:
     """The one on PostgreSQL."""
-    return _places("postgresql")
+    return places("postgresql")
 
 
 @pytest.fixture
-def mariadb_place(_places: Callable[[str], Place]) -> Place:
+def mariadb_place(places: Callable[[str], Place]) -> Place:
     """The one on MariaDB."""
-    return _places("mariadb")
+    return places("mariadb")
 
 
 @pytest.fixture
-def sqlite_place(_places: Callable[[str], Place]) -> Place:
+def sqlite_place(places: Callable[[str], Place]) -> Place:
     """The one on SQLite."""
-    return _places("sqlite")
+    return places("sqlite")
 
 
 # --- with the commit, or not at all -------------------------------------------------------------

@@ -1,0 +1,372 @@
+"""A job in Django's transaction: with the commit, or not at all; and ``delay_on_commit``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import django
+import pymysql
+import pytest
+import sqlalchemy as sa
+from django.conf import settings
+from django.db import connections, transaction
+from django.utils.connection import ConnectionDoesNotExist
+
+from celery_lease import IdempotencyConflict
+from celery_lease.contrib.django import DjangoLeasedTask
+from celery_lease.exceptions import SettingError
+from celery_lease.extension import extension_of
+from tests.conftest import _numbers
+from tests.support.databases import new_database
+from tests.support.servers import External
+from tests.support.waiting import eventually
+from tests.support.workers import ROOT
+from tests.worker.site import Site, open_site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ENGINES = {"sqlite": "sqlite3", "postgresql": "postgresql", "mariadb": "mysql"}
+
+
+class Place:
+    """A site, and one of Django's databases, which is the store's.
+
+    Args:
+        using: its name in ``DATABASES``.
+        site: where jobs are looked for.
+    """
+
+    def __init__(self, using: str, site: Site) -> None:
+        self.using = using
+        self.site = site
+        self.add = site.task("t.add")
+
+    def is_there(self, result: Any) -> bool:
+        """Tell whether a job is committed, as another connection sees it."""
+        return self.site.job_or_none(result.id) is not None
+
+    def copies(self, result: Any) -> int:
+        """Return how many messages of a job are on the broker."""
+        return [m["headers"]["id"] for m in self.site.queued("celery")].count(result.id)
+
+    def fates(self, *results: Any) -> list[tuple[bool, int]]:
+        """Return of each job whether it is there, and how many messages it has."""
+        return [(self.is_there(one), self.copies(one)) for one in results]
+
+
+def add_database(using: str, url: str) -> None:
+    """Give Django another database."""
+    parsed = sa.make_url(url)
+    kind = "mariadb" if parsed.get_backend_name() == "mysql" else parsed.get_backend_name()
+    conf = {
+        "ENGINE": f"django.db.backends.{ENGINES[kind]}",
+        "NAME": parsed.database,
+        "USER": parsed.username or "",
+        "PASSWORD": parsed.password or "",
+        "HOST": parsed.host or "",
+        "PORT": parsed.port or "",
+    }
+    connections.databases[using] = connections.configure_settings({"default": conf})["default"]
+
+
+def remove_database(using: str) -> None:
+    """Take it away again."""
+    connections[using].close()
+    del connections[using]
+    del connections.databases[using]
+
+
+@pytest.fixture(scope="module")
+def places(
+    request: pytest.FixtureRequest, valkey: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Place]]:
+    """The places of this module, each made at its first use."""
+    # Django knows MySQL by mysqlclient alone, for which PyMySQL stands in (says its own manual).
+    pymysql.install_as_MySQLdb()
+    if not settings.configured:
+        memory = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+        settings.configure(DATABASES={"default": memory}, USE_TZ=True)
+        django.setup()
+    made: dict[str, Place] = {}
+    with ExitStack() as stack:
+
+        def place(kind: str) -> Place:
+            if kind not in made:
+                if kind == "sqlite":
+                    store_url = f"sqlite:///{tmp_path_factory.mktemp('django') / 'lease.db'}"
+                else:
+                    server = request.getfixturevalue(kind)
+                    store_url = stack.enter_context(new_database(server.url))
+                url = valkey.url
+                if not isinstance(valkey, External):
+                    url = valkey.url_for(next(_numbers) % valkey.databases)
+                site = stack.enter_context(open_site(url, store_url))
+                add_database(kind, store_url)
+                stack.callback(remove_database, kind)
+                made[kind] = Place(kind, site)
+            return made[kind]
+
+        yield place
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
+def place(request: pytest.FixtureRequest, places: Callable[[str], Place]) -> Place:
+    """One database after the other."""
+    return places(request.param)
+
+
+@pytest.fixture
+def sqlite_place(places: Callable[[str], Place]) -> Place:
+    """The one on SQLite."""
+    return places("sqlite")
+
+
+# --- with the commit, or not at all -------------------------------------------------------------
+
+
+def test_the_message_leaves_by_on_commit(place: Place) -> None:
+    told = []
+    with transaction.atomic(using=place.using):
+        result = place.add.enqueue(using=place.using, args=(1, "50 % %s %(x)s"))
+        transaction.on_commit(lambda: told.append(place.copies(result)), using=place.using)
+        assert place.fates(result) == [(False, 0)]
+
+    # In the order in which it was asked for.
+    assert told == [1]
+    assert place.fates(result) == [(True, 1)]
+    (message,) = place.site.messages(result.id)
+    assert b'[1, "50 % %s %(x)s"]' in bytes(message["body"])
+    place.site.run_pass()
+    assert place.copies(result) == 1
+
+
+def test_after_a_rollback_there_is_nothing(place: Place) -> None:
+    with transaction.atomic(using=place.using):
+        result = place.add.enqueue(using=place.using, args=(1, 2))
+        transaction.set_rollback(True, using=place.using)
+    with transaction.atomic(using=place.using):
+        later = place.add.enqueue(using=place.using, args=(1, 2))
+
+    place.site.run_pass()
+    assert place.fates(result, later) == [(False, 0), (True, 1)]
+
+
+def test_a_savepoint_that_is_rolled_back_takes_its_job_with_it(place: Place) -> None:
+    with transaction.atomic(using=place.using):
+        before = place.add.enqueue(using=place.using, args=(1, 1))
+        with transaction.atomic(using=place.using):
+            inside = place.add.enqueue(using=place.using, args=(2, 2))
+            transaction.set_rollback(True, using=place.using)
+        with transaction.atomic(using=place.using):
+            kept = place.add.enqueue(using=place.using, args=(3, 3))
+
+    assert place.fates(before, inside, kept) == [(True, 1), (False, 0), (True, 1)]
+
+
+def test_without_a_transaction_it_is_sent_at_once(place: Place) -> None:
+    assert transaction.get_autocommit(using=place.using)
+
+    result = place.add.enqueue(using=place.using, args=(1, 2))
+
+    assert place.fates(result) == [(True, 1)]
+
+
+def test_a_transaction_that_is_ended_by_hand_is_followed_by_a_pass(place: Place) -> None:
+    transaction.set_autocommit(False, using=place.using)
+    try:
+        result = place.add.enqueue(using=place.using, args=(1, 2))
+        transaction.commit(using=place.using)
+    finally:
+        transaction.set_autocommit(True, using=place.using)
+
+    assert place.fates(result) == [(True, 0)]
+    place.site.run_pass()
+    assert place.fates(result) == [(True, 1)]
+
+
+def test_a_key_that_is_held_leaves_the_transaction_whole(place: Place) -> None:
+    key = f"key-100%s-{place.using}"
+    with transaction.atomic(using=place.using):
+        first = place.add.enqueue(using=place.using, args=(1, 2), idempotency_key=key)
+        again = place.add.enqueue(using=place.using, args=(1, 2), idempotency_key=key)
+        with pytest.raises(IdempotencyConflict):
+            place.add.enqueue(using=place.using, args=(1, 3), idempotency_key=key)
+    with transaction.atomic(using=place.using):
+        later = place.add.enqueue(using=place.using, args=(1, 2), idempotency_key=key)
+        same = place.add.enqueue(using=place.using, args=(1, 2), task_id=first.id)
+        other = place.add.enqueue(using=place.using, args=(1, 2))
+
+    assert first.id == again.id == later.id == same.id
+    assert place.fates(first, other) == [(True, 1), (True, 1)]
+
+
+def test_a_holder_whose_time_is_over_gives_its_key_up_with_the_commit(place: Place) -> None:
+    key, task = f"over-{place.using}", place.site.task("k.until_final")
+    first = task.apply_async((key,), idempotency_key=key)
+    job = place.site.tables.job
+    row = place.site.job(first.id)
+    succeeded = {"state": "succeeded", "finished_at": row["created_at"]}
+    place.site.execute(sa.update(job).where(job.c.id == first.id).values(**succeeded))
+
+    with transaction.atomic(using=place.using):
+        task.enqueue(using=place.using, args=(key,), idempotency_key=key)
+        transaction.set_rollback(True, using=place.using)
+    assert place.site.job(first.id)["active_key"] == key
+    with transaction.atomic(using=place.using):
+        second = task.enqueue(using=place.using, args=(key,), idempotency_key=key)
+
+    assert place.site.job(first.id)["active_key"] is None
+    assert place.site.job(second.id)["active_key"] == key
+
+
+def test_the_statements_are_seen_by_djangos_wrappers(place: Place) -> None:
+    seen = []
+
+    def note(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:  # noqa: FBT001
+        seen.append(sql)
+        return execute(sql, params, many, context)
+
+    connection = connections[place.using]
+    with connection.execute_wrapper(note), transaction.atomic(using=place.using):
+        place.add.enqueue(using=place.using, args=(1, 2))
+
+    assert [sql for sql in seen if "celery_lease_job" in sql]
+
+
+def test_every_job_of_a_transaction_is_asked_for_together(sqlite_place: Place) -> None:
+    place = sqlite_place
+    questions = []
+
+    def note(_: Any, __: Any, statement: str, *___: Any) -> None:
+        if statement.startswith("SELECT") and "dispatch_count" in statement:
+            questions.append(statement)
+
+    store = extension_of(place.site.app).store
+    sa.event.listen(store.base_engine, "before_cursor_execute", note)
+    try:
+        with transaction.atomic(using=place.using):
+            results = [place.add.enqueue(using=place.using, args=(n, n)) for n in range(20)]
+    finally:
+        sa.event.remove(store.base_engine, "before_cursor_execute", note)
+
+    assert [place.copies(one) for one in results] == [1] * 20
+    assert len(questions) == 1
+
+
+def test_another_database_is_refused_and_the_transaction_goes_on(
+    place: Place, fresh_database: Callable[[str], str]
+) -> None:
+    other = "sqlite" if place.using == "mariadb" else place.using
+    add_database("elsewhere", fresh_database(other))
+    try:
+        with transaction.atomic(using="elsewhere"):
+            with pytest.raises(SettingError, match="elsewhere"):
+                place.add.enqueue(using="elsewhere", args=(1, 2))
+            with connections["elsewhere"].cursor() as cursor:
+                cursor.execute("SELECT 1")
+        with pytest.raises(ConnectionDoesNotExist):
+            place.add.enqueue(using="nowhere", args=(1, 2))
+    finally:
+        remove_database("elsewhere")
+
+
+# --- delay_on_commit ----------------------------------------------------------------------------
+
+
+def on_commit_task(site: Site, name: str) -> Any:
+    """Return a task with Django's two methods."""
+
+    def double(number: int) -> int:
+        return 2 * number
+
+    return site.app.task(name=name, base=DjangoLeasedTask)(double)
+
+
+def test_delay_on_commit_returns_the_id(place: Place) -> None:
+    """B120."""
+    task = on_commit_task(place.site, "d.double")
+    with transaction.atomic(using=place.using):
+        result = task.apply_async_on_commit((1,), using=place.using)
+        given_up = transaction.savepoint(using=place.using)
+        other = task.apply_async_on_commit((2,), using=place.using)
+        transaction.savepoint_rollback(given_up, using=place.using)
+        assert result.id != other.id
+        assert place.fates(result, other) == [(False, 0), (False, 0)]
+
+    # It has joined the transaction: no moment between the commit and the record.
+    assert place.fates(result, other) == [(True, 1), (False, 0)]
+    row = place.site.job(result.id)
+    assert row["created_at"] <= row["dispatched_at"]
+
+
+def test_where_the_store_is_elsewhere_the_call_follows_the_commit(sqlite_place: Place) -> None:
+    """B120."""
+    place = sqlite_place
+    task = on_commit_task(place.site, "d.elsewhere")
+    with transaction.atomic():
+        result = task.delay_on_commit(1)
+        assert place.fates(result) == [(False, 0)]
+    with transaction.atomic():
+        given_up = task.delay_on_commit(1)
+        transaction.set_rollback(True)
+
+    assert place.fates(result, given_up) == [(True, 1), (False, 0)]
+
+
+# --- the other driver of PostgreSQL -------------------------------------------------------------
+
+PSYCOPG2 = """
+import sys
+sys.modules["psycopg"] = None
+from django.conf import settings
+settings.configure(DATABASES={"default": {
+    "ENGINE": "django.db.backends.postgresql", "NAME": sys.argv[1], "USER": sys.argv[2],
+    "PASSWORD": sys.argv[3], "HOST": sys.argv[4], "PORT": sys.argv[5],
+}})
+from django.db import connection, transaction
+from tests.worker.apps.leased import app
+add = app.tasks["t.add"]
+with transaction.atomic():
+    first = add.enqueue(using="default", args=(1, "50 % %s"), idempotency_key="%s %")
+    assert add.enqueue(using="default", args=(1, "50 % %s"), idempotency_key="%s %").id == first.id
+assert type(connection.connection).__module__.startswith("psycopg2"), connection.connection
+print(first.id)
+"""
+
+
+def test_psycopg2(places: Callable[[str], Place]) -> None:
+    """The store has psycopg 3, and Django the older one."""
+    pytest.importorskip("psycopg2")
+    place = places("postgresql")
+    url = sa.make_url(place.site.store_url)
+    # SQLAlchemy imports psycopg for the store, which this process hides from Django alone.
+    source = PSYCOPG2.replace(
+        'sys.modules["psycopg"] = None',
+        "import psycopg as kept\nimport psycopg2\n"
+        'sys.modules["psycopg"] = None\n'
+        "import django.db.backends.postgresql.base\n"
+        'sys.modules["psycopg"] = kept',
+    )
+    env = {k: v for k, v in place.site.worker_env().items() if v is not None}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", source, str(url.database), str(url.username)),
+            *(url.password or "", str(url.host), str(url.port)),
+        ],
+        env={**os.environ, **env, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    job_id = done.stdout.strip()
+    assert [m["headers"]["id"] for m in eventually(lambda: place.site.queued("celery"))].count(
+        job_id
+    ) == 1
