@@ -52,7 +52,7 @@ def enqueue(task: Any, caller: Caller, args: Any, kwargs: Any, options: dict[str
     if task.app.conf.task_always_eager:
         return task.apply_async(args, kwargs, **options)
     extension = extension_of(task.app)
-    place = place_of(extension.store, caller)
+    place = place_of(extension.raw_store, caller, prepare=lambda: extension.store)
     # Celery's Redis backend subscribes to a result as its task is sent. That would make a caller
     # wait for a server that it does not need: ``get()`` subscribes by itself.
     ignores, is_hidden = options.get("ignore_result", task.ignore_result), False
@@ -95,7 +95,7 @@ def caller_for(task: Any, session: object, using: str | None) -> Caller:
         raise TypeError(message)
     if using is None:
         return caller_of(session)
-    return _django()(using, extension_of(task.app).store)
+    return _django()(using, extension_of(task.app).raw_store)
 
 
 def _django() -> Callable[[str, Store], Caller]:

@@ -165,10 +165,10 @@ class DjangoTaskMixin:
         """
         task: Any = self
         if not task.app.conf.task_always_eager:
-            store = extension_of(task.app).store
-            caller = DjangoCaller(using, store)
+            extension = extension_of(task.app)
+            caller = DjangoCaller(using, extension.raw_store)
             try:
-                place_of(store, caller)
+                place_of(extension.raw_store, caller, prepare=lambda: extension.store)
             except SettingError:
                 # The store is elsewhere.
                 pass

@@ -29,7 +29,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, scoped_session
 
 from celery_lease.exceptions import SettingError
-from celery_lease.store.dialects import Whereabouts, family_of
+from celery_lease.store.dialects import Ask, Whereabouts, family_of
 from celery_lease.store.engine import Store
 
 logger = logging.getLogger(__name__)
@@ -72,10 +72,15 @@ class Caller(Protocol):
 # --- the same database --------------------------------------------------------------------------
 
 
-def place_of(store: Store, caller: Caller) -> Store:
+def place_of(store: Store, caller: Caller, *, prepare: Callable[[], object]) -> Store:
     """Return the store as a caller has to write its tables' names.
 
     Asked once a database of a caller's.
+
+    Args:
+        store: the store.
+        caller: whose transaction it is.
+        prepare: sees to it that the store has its tables.
 
     Raises:
         SettingError: the caller's database is not the store's.
@@ -86,17 +91,21 @@ def place_of(store: Store, caller: Caller) -> Store:
         return known
     if family_of(caller.family) != store.dialect.name:
         raise _elsewhere(store, caller)
+    if store.dialect.one_writer and _place(store, caller.fetch) is None:
+        # Perhaps the caller writes at this moment, and ``prepare`` would wait for him for ever.
+        raise _elsewhere(store, caller)
+    prepare()
     for _ in range(2):
         ours = store.retrying(lambda: _ours(store))
-        if ours is None:
-            raise _elsewhere(store, caller)
-        schema = None if store.dialect.name == "sqlite" else ours.schema
-        theirs = store.dialect.whereabouts(caller.fetch, store.tables.job.name, schema)
         # Twice: the server may have been restarted between the two.
-        if theirs == ours:
+        if ours is not None and ours == _place(store, caller.fetch, ours.schema):
             place = store.seen_by[caller.identity] = store.qualified(ours.schema)
             return place
     raise _elsewhere(store, caller)
+
+
+def _place(store: Store, ask: Ask, schema: str | None = None) -> Whereabouts | None:
+    return store.dialect.whereabouts(ask, store.tables.job.name, schema)
 
 
 def _ours(store: Store) -> Whereabouts | None:
@@ -105,14 +114,15 @@ def _ours(store: Store) -> Whereabouts | None:
         def ask(statement: Any, parameters: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
             return [dict(row) for row in connection.execute(statement, parameters).mappings()]
 
-        return store.dialect.whereabouts(ask, store.tables.job.name, store.schema)
+        return _place(store, ask, store.schema)
 
 
 def _elsewhere(store: Store, caller: Caller) -> SettingError:
     problem = (
         "enqueue() writes the job in the caller's own transaction, but that is in "
         f"{caller.description}, and lease_store_url is {store.masked_url}: have both in one "
-        "database, or call apply_async() after the commit"
+        "database, or call apply_async() after the commit (if they are one, its tables are "
+        "missing: run: celery -A yourapp lease migrate)"
     )
     return SettingError([problem])
 

@@ -299,6 +299,7 @@ class Dialect:
         writing_ctes: an UPDATE may feed an INSERT or another UPDATE in one statement.
         returning: UPDATE … RETURNING exists.
         refusals_lock: an INSERT that is refused leaves a lock on the row that is there already.
+        one_writer: while one transaction writes, all others wait.
         autocommits: a single statement needs no transaction around it, and asking for that
             costs no round trip.
         connect_arguments: bounds on connecting.
@@ -317,6 +318,7 @@ class Dialect:
     returning: bool
     autocommits: bool
     refusals_lock: bool
+    one_writer: bool
     prepare: Callable[[Engine, Mapping[str, Any]], None]
     trouble: Callable[[BaseException], Trouble]
     whereabouts: Callable[[Ask, str, str | None], Whereabouts | None]
@@ -406,6 +408,7 @@ _POSTGRESQL = Dialect(
     returning=True,
     autocommits=True,
     refusals_lock=False,
+    one_writer=False,
     prepare=_postgresql_prepare,
     trouble=_postgresql_trouble,
     whereabouts=_postgresql_whereabouts,
@@ -506,6 +509,7 @@ _MYSQL = Dialect(
     autocommits=False,
     # On the entry of the unique index, shared, until the transaction ends.
     refusals_lock=True,
+    one_writer=False,
     prepare=_mysql_prepare,
     trouble=_mysql_trouble,
     whereabouts=_mysql_whereabouts,
@@ -581,6 +585,7 @@ _SQLITE = Dialect(
     returning=True,
     autocommits=True,
     refusals_lock=False,
+    one_writer=True,
     prepare=_sqlite_prepare,
     trouble=_sqlite_trouble,
     whereabouts=_sqlite_whereabouts,

@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool, QueuePool, StaticPool
 
 from celery_lease import IdempotencyConflict
-from celery_lease.exceptions import PayloadTooLarge, SettingError
+from celery_lease.exceptions import PayloadTooLarge, SchemaMismatch, SettingError
 from celery_lease.extension import extension_of
 from tests.conftest import _numbers
 from tests.support.databases import new_database
@@ -646,6 +646,23 @@ def test_another_database_is_refused_by_both_names(place: Place, elsewhere: sa.E
         place.add.enqueue(connection, (1, 2))
     with engine.connect() as connection:
         assert connection.execute(sa.select(place.site.tables.job)).all() == []
+
+
+def test_missing_tables_are_said_at_once(make_site: Any, database_url: str) -> None:
+    """Where there is one writer, who is the caller, making them would wait for him for ever."""
+    site = make_site(database_url, has_tables=False, lease_store_auto_migrate=False)
+    engine = sa.create_engine(database_url)
+    ORDERS.create(engine)
+
+    began = time.monotonic()
+    with engine.begin() as connection:
+        order = new_order(connection)
+        with pytest.raises((SettingError, SchemaMismatch), match="lease migrate"):
+            site.task("t.add").enqueue(connection, (1, 2))
+
+    assert time.monotonic() - began < 5
+    assert orders(engine, order) == 1
+    engine.dispose()
 
 
 def test_another_kind_of_database_is_refused(row_place: Place) -> None:
