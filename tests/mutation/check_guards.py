@@ -250,14 +250,14 @@ GUARDS = (
     ),
     Guard(
         "key: given up by its own UPDATE",
-        "_insert_instead",
+        "giving_up_statement",
         ", *_held_key(job), _is_over(job)",
         "",
         "test_keys.py",
     ),
     Guard(
         "key: given up by the holder alone",
-        "_insert_instead",
+        "giving_up_statement",
         'job.c.id == bindparam("p_holder")',
         "sa.true()",
         "test_keys.py",
@@ -1220,7 +1220,7 @@ GUARDS = (
     Guard(
         "dispatch: state",
         "dispatch",
-        "[job.c.state == JobState.QUEUED.value]",
+        "[job.c.state.in_([JobState.QUEUED.value, JobState.SCHEDULED.value])]",
         "[]",
         "test_dispatch.py",
     ),
