@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from celery import Celery, chord, group
+from kombu.exceptions import OperationalError
 
 from celery_lease import install
 from celery_lease.exceptions import StoreUnavailable
@@ -159,6 +160,22 @@ def test_a_store_that_is_away_is_said_and_the_workers_are_told(
         install(cut_off)
 
         with pytest.raises(StoreUnavailable, match=r"sent to the workers, and is not in the store"):
+            cut_off.control.revoke(sent.id)
+
+    assert_cancelled(stage, sent.id, attempts=0)
+
+
+def test_a_broker_that_is_away_keeps_nothing_from_being_cancelled(
+    make_stage: Callable[..., Stage], tmp_path: Path
+) -> None:
+    """The error is Celery's; the job has ended all the same."""
+    stage = make_stage()
+    sent = stage.send({})
+    conf = {k: stage.app.conf.get(k) for k in ("result_backend", "lease_store_url")}
+    with make_app({**conf, "broker_url": "redis://127.0.0.1:1/0"}, tmp_path) as cut_off:
+        install(cut_off)
+
+        with pytest.raises(OperationalError):
             cut_off.control.revoke(sent.id)
 
     assert_cancelled(stage, sent.id, attempts=0)
