@@ -1326,6 +1326,31 @@ GUARDS = (
         "test_operators.py",
     ),
     Guard(
+        "cancel of many: not final, in each",
+        "_cancel_batch",
+        "open_ones = select(job.c.id).where(job.c.id.in_(job_ids), job.c.finished_at.is_(None)) || "
+        ".where(job.c.id.in_(job_ids), job.c.finished_at.is_(None)) || "
+        'guard=_still(job, row["state"])',
+        "open_ones = select(job.c.id).where(job.c.id.in_(job_ids)) || "
+        ".where(job.c.id.in_(job_ids)) || guard=[]",
+        "test_revoking.py",
+    ),
+    Guard(
+        "cancel of a delivery: its dispatch, in both",
+        "cancel_dispatched",
+        "            job.c.dispatch_count == dispatch_count,\n || "
+        ", job.c.dispatch_count == dispatch_count]",
+        " || ]",
+        "test_revoking.py",
+    ),
+    Guard(
+        "cancel of a delivery: dispatched",
+        "cancel_dispatched",
+        "            job.c.dispatched_at.is_not(None),\n",
+        "",
+        "test_revoking.py",
+    ),
+    Guard(
         "cancel: of a locked final job",
         "state_or_busy",
         "JobState(state).is_final",
