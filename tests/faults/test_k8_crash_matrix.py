@@ -154,20 +154,24 @@ SHAPES: Mapping[str, tuple[Callable[[Steps], Cell], tuple[str, ...], tuple[str, 
 }
 CHORDS = ("chord", "nested", "failing chord")
 
+#: A reaper that tells again soon and often, beside what a worker tells when it sees a child die.
+PROMPT = {
+    "lease_reaper_interval": 1.0,
+    "lease_settle_grace": 1.0,
+    # Between two replays, and how soon a job that nobody took is sent again.
+    "lease_queued_timeout": 3.0,
+}
+
 BACKENDS = ("redis", "database", "lease", "rpc")
 
 
 @contextmanager
-def site_of(backend: str, valkey: Any, database: str, folder: Path) -> Iterator[Site]:
+def site_of(
+    backend: str, valkey: Any, database: str, folder: Path, **settings: Any
+) -> Iterator[Site]:
     """A site with this kind of result backend, and a worker whose children die when told to."""
     redis_url = valkey.url if isinstance(valkey, External) else valkey.url_for(next(_numbers))
     urls = {"redis": "", "database": f"db+{database}", "lease": "lease://", "rpc": "rpc://"}
-    settings = {
-        "lease_reaper_interval": 1.0,
-        "lease_settle_grace": 1.0,
-        # Between two replays, and how soon a job that nobody took is sent again.
-        "lease_queued_timeout": 3.0,
-    }
     with (
         open_site(redis_url, database, backend=urls[backend], **settings) as site,
         CeleryWorker(
@@ -190,7 +194,10 @@ def site_of(backend: str, valkey: Any, database: str, folder: Path) -> Iterator[
 def test_a_child_killed_after_its_commit_costs_no_result_and_no_second_body(
     backend: str, form: str, valkey: Any, postgresql_url: str, tmp_path: Path
 ) -> None:
-    with site_of(backend, valkey, postgresql_url, tmp_path) as site, site.redis() as client:
+    with (
+        site_of(backend, valkey, postgresql_url, tmp_path, **PROMPT) as site,
+        site.redis() as client,
+    ):
         cells = [send(site, client, *one) for one in cells_of(backend, form)]
 
         wait_told(site, cells)
@@ -215,6 +222,31 @@ def cells_of(backend: str, form: str) -> Iterator[tuple[str, str, str]]:
         else:
             yield from ((shape, point, victims) for point in POINTS for victims in more)
             yield from ((shape, EACH, victims) for victims in few)
+
+
+def test_a_callback_without_a_lease_runs_again_if_it_had_been_sent(
+    valkey: Any, postgresql_url: str, tmp_path: Path
+) -> None:
+    """It is at-least-once, and told once more by one replay; a leased one beside it runs once."""
+    with site_of("redis", valkey, postgresql_url, tmp_path) as site, site.redis() as client:
+        tags = {point: f"{point}-{site.tag()}" for point in POINTS}
+        for point, tag in tags.items():
+            step = Steps(site, tag)
+            canvas = step("a")
+            canvas.link(step.unnamed("b", "plain.work"))
+            canvas.link(step.unnamed("c"))
+            condemn(client, point, [f"{tag}-a"])
+            canvas.apply_async()
+
+        for point, tag in tags.items():
+            times = 1 if point == "committed" else 2
+            site.until(f"{tag}-a", "succeeded", settled=True)
+            eventually(lambda tag=tag, times=times: site.facts(tag).count("b") == times, timeout=15)
+        eventually(lambda: not client.llen("celery") and not client.hlen("unacked"))
+        for point, tag in tags.items():
+            expected = {"a": 1, "b": 1 if point == "committed" else 2, "c": 1}
+            eventually(lambda tag=tag: "c" in site.facts(tag))
+            assert Counter(site.facts(tag)) == expected, point
 
 
 @pytest.mark.parametrize("shape", ["chord", "failing chord"])

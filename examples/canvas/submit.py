@@ -1,0 +1,3 @@
+from tasks import all_of
+
+print(all_of(900).delay().id)
