@@ -567,7 +567,8 @@ def test_a_job_that_is_given_up_ends_its_canvas_once(place: Site) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_a_cancelled_job_ends_its_canvas(place: Site) -> None:
+@pytest.mark.parametrize("how", ["cancel", "revoke"])
+def test_a_cancelled_job_ends_its_canvas(place: Site, how: str) -> None:
     """B065: it waits in a queue that nobody consumes; Celery's errbacks are not for revocations."""
     makings = {name: Making(place, "leased") for name in ENDING}
     ids = {name: f"{make.tag}-a" for name, make in makings.items()}
@@ -578,7 +579,10 @@ def test_a_cancelled_job_ends_its_canvas(place: Site) -> None:
 
     for job_id in ids.values():
         eventually(lambda job_id=job_id: place.job_or_none(job_id), timeout=20)
-        cancel(place, job_id)
+        if how == "revoke":
+            place.app.control.revoke(job_id)
+        else:
+            cancel(place, job_id)
     problems = problems_of_ends(place, makings, results, is_told=False, ran={})
 
     assert not problems, "\n".join(problems)
