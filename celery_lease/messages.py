@@ -39,6 +39,9 @@ OWN_HEADERS = (VERSION_HEADER, RECORDED_HEADER, DISPATCH_HEADER)
 DELAYING_EXCHANGE = "celery_delayed_27"
 _DELAY = re.compile(r"^(?:(?:[01]\.){28})+")
 
+#: Where signatures stand in a canvas (celery 5.5 to 5.7, ``celery/canvas.py``).
+_CANVASES = {"chain": ("tasks",), "group": ("tasks",), "chord": ("header", "body")}
+
 #: Content types that decode to plain data. Pickle is not among them, whatever the app accepts.
 PLAIN_CONTENT = frozenset(
     {"application/json", "application/x-yaml", "application/x-msgpack", "application/msgpack"}
@@ -115,7 +118,7 @@ def freeze_callbacks(body: Any) -> Any:
 
     A replay of the bookkeeping sends them again; with a fixed id a leased callback runs once
     (celery-facts, section 3). The caller's own signatures are not touched: the same one may be
-    linked to several tasks. A canvas as a callback keeps making its ids when it is sent.
+    linked to several tasks.
     """
     if not (isinstance(body, tuple) and len(body) == 3):  # noqa: PLR2004  args, kwargs, embed
         return body
@@ -154,14 +157,23 @@ def _with_frozen_errbacks(body: Any) -> Any:
 
 
 def _frozen(callback: Any, task_id: str | None = None) -> Any:
-    if not isinstance(callback, dict) or callback.get("subtask_type"):
+    """Return a signature with an id, and so has each one in it; those that are there are kept.
+
+    Not by ``Signature.freeze``, which makes result objects that wait for results in this process.
+    """
+    if not isinstance(callback, dict):
         return callback
-    options = dict(callback.get("options") or {})
-    if options.get("task_id"):
-        return callback
-    options["task_id"] = task_id or str(uuid())
-    plain = dict(callback)
-    plain["options"] = options
+    kind, plain = callback.get("subtask_type"), dict(callback)
+    if kind in _CANVASES:
+        kwargs = plain["kwargs"] = dict(callback.get("kwargs") or {})
+        for name in _CANVASES[kind]:
+            inner = kwargs.get(name)
+            is_one = isinstance(inner, dict)
+            kwargs[name] = _frozen(inner) if is_one else [_frozen(one) for one in inner or ()]
+    if kind in {None, "group"}:
+        # A chain has the id of its last step, a chord that of its body.
+        options = plain["options"] = dict(callback.get("options") or {})
+        options["task_id"] = options.get("task_id") or task_id or str(uuid())
     return plain
 
 

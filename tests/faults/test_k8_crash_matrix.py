@@ -104,6 +104,19 @@ def link_error(step: Steps) -> Cell:
     return Cell(step.tag, canvas, {"a": None, "e": ["e", f"{step.tag}-a"]}, unnamed=("e",))
 
 
+def link_of_canvas(step: Steps) -> Cell:
+    """A chain, a group and a chord as callbacks."""
+    new = step.unnamed
+    canvas = step("a")
+    canvas.link(chain(new("b"), new("c")))
+    canvas.link(group(new("d"), new("e")))
+    canvas.link(chord([new("f"), chain(new("g"), new("h"))], new("i")))
+    values: dict[str, Any] = {name: [name, ["a"]] for name in "abdefg"} | {"a": ["a"]}
+    values |= {name: [name, values[before]] for name, before in (("c", "b"), ("h", "g"))}
+    values["i"] = ["i", [values["f"], values["h"]]]
+    return Cell(step.tag, canvas, values, unnamed=tuple("bcdefghi"))
+
+
 def in_a_chain(step: Steps) -> Cell:
     canvas = chain(step("a"), step("b"), step("c"))
     return Cell(
@@ -145,6 +158,7 @@ def failing_chord(step: Steps) -> Cell:
 #: those of one canvas. Of a chord all parts are killed: one of them is the last one.
 SHAPES: Mapping[str, tuple[Callable[[Steps], Cell], tuple[str, ...], tuple[str, ...]]] = {
     "link": (link, ("a",), ()),
+    "link of canvas": (link_of_canvas, ("a",), ()),
     "link_error": (link_error, ("a",), ()),
     "chain": (in_a_chain, ("b",), ("a", "c", "abc")),
     "group": (in_a_group, ("b",), ("abc",)),
@@ -152,7 +166,7 @@ SHAPES: Mapping[str, tuple[Callable[[Steps], Cell], tuple[str, ...], tuple[str, 
     "nested": (nested, ("c",), ("a", "b", "d", "e", "abcdef")),
     "failing chord": (failing_chord, ("b",), ("a", "ab")),
 }
-CHORDS = ("chord", "nested", "failing chord")
+CHORDS = ("link of canvas", "chord", "nested", "failing chord")
 
 #: A reaper that tells again soon and often, beside what a worker tells when it sees a child die.
 PROMPT = {
