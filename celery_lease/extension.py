@@ -29,6 +29,7 @@ from celery_lease.celery_events import EventStream
 from celery_lease.claims import PATH_VARIABLE, ClaimTeller, LocalTeller, Teller
 from celery_lease.dispatch import BrokerPublisher
 from celery_lease.exceptions import SettingError
+from celery_lease.listening import expect_result
 from celery_lease.messages import KEY_HEADER
 from celery_lease.owners import OwnerFolder
 from celery_lease.publishing import LeaseConnections
@@ -382,13 +383,22 @@ def _record_publishes(app: Any, extension: Extension) -> None:
     made = app.__dict__.get("amqp")
     if made is not None:
         made.__class__ = kind
-        made.__dict__.pop("send_task_message", None)
+        made.task_protocols[2] = made.as_task_v2
+        for name in ("create_task_message", "send_task_message"):
+            made.__dict__.pop(name, None)
 
 
 class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
     """AMQP whose task sender records leased tasks."""
 
     _lease_extension: Extension
+
+    def as_task_v2(self, task_id: str, name: str, *args: Any, **options: Any) -> Any:
+        """Make a task message; the last thing that Celery does before it asks for the result."""
+        extension = self._lease_extension
+        if extension.is_leased(name) and not options.get("ignore_result"):
+            expect_result(extension.app.backend, task_id, extension.connections)
+        return super().as_task_v2(task_id, name, *args, **options)
 
     def _create_task_sender(self) -> Any:
         send = super()._create_task_sender()

@@ -177,6 +177,26 @@ class LeaseConnections:
             Exception: what the last try raised; whether the broker has the message is not known.
                 ``is_away`` tells whether it is the broker's trouble or this message's.
         """
+
+        def send(producer: Producer) -> Any:
+            return producer.publish(body, retry=False, **{**self._patience(producer), **options})
+
+        return self.ask(send, retry=retry, retry_policy=retry_policy)
+
+    def ask(
+        self,
+        act: Callable[[Producer], Any],
+        *,
+        retry: bool = True,
+        retry_policy: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Have a producer do something, within the timeout; see ``publish``.
+
+        Args:
+            act: what is done, perhaps again on a new connection.
+            retry: see ``publish``.
+            retry_policy: see ``publish``.
+        """
         policy = {**_POLICY, **(retry_policy or {})}
         # A try that began in time takes half of the timeout at most.
         until = time.monotonic() + self._timeout_seconds / 2
@@ -184,9 +204,7 @@ class LeaseConnections:
         for retries in itertools.count():
             try:
                 with self.producer() as producer:
-                    sent = producer.publish(
-                        body, retry=False, **{**self._patience(producer), **options}
-                    )
+                    answer = act(producer)
             except Exception as error:
                 if not self.is_away(error):
                     raise
@@ -199,7 +217,7 @@ class LeaseConnections:
                     raise
             else:
                 self.breaker.succeeded()
-                return sent
+                return answer
             time.sleep(pause)
         raise AssertionError("unreachable")
 

@@ -26,7 +26,7 @@ def jobs(rows: Sequence[Job], *, now: datetime) -> Table:
                 str(row.lost_count),
                 str(row.failure_count),
                 span((now - row.created_at).total_seconds()),
-                why(row),
+                why(row, now=now),
             )
             for row in rows
         ],
@@ -75,8 +75,11 @@ def settings(rows: Sequence[SettingRow]) -> Table:
     )
 
 
-def why(row: Job) -> str:
+def why(row: Job, *, now: datetime) -> str:
     """Return why a job is where it is, in a few words."""
+    if row.state in (JobState.SCHEDULED, JobState.RETRY_WAIT):
+        seconds = (row.available_at - now).total_seconds()
+        return f"due in {span(seconds)}" if seconds >= 0 else f"due for {span(-seconds)}"
     if row.error_type is not None and row.state is not JobState.SUCCEEDED:
         return error_text(row.error_type, row.error_message)
     return row.state_reason or ""

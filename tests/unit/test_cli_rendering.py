@@ -278,6 +278,15 @@ def test_a_job_is_one_row_that_says_why():
     assert second["why"] == "builtins.ValueError: wrong"
 
 
+@pytest.mark.parametrize("state", [JobState.SCHEDULED, JobState.RETRY_WAIT])
+def test_a_job_that_waits_for_its_time_says_when_that_is(state: JobState):
+    rows = [new_job(state=state, available_at=after(seconds)) for seconds in (100, 10)]
+
+    cells = _cells(tables.jobs(rows, now=after(40)))
+
+    assert [cell["why"] for cell in cells] == ["due in 1m", "due for 30s"]
+
+
 def test_an_attempt_is_one_row_with_what_is_left_of_its_lease():
     rows = [
         new_attempt(1),

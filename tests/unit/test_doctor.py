@@ -136,6 +136,12 @@ CASES: list[tuple[str, Facts, str, Severity]] = [
         "retry delay",
         Severity.WARNING,
     ),
+    (
+        "jobs kept until they are due, which nobody has sent",
+        facts(store=store(backlog=Backlog(0, 0.0, 0, 0, 0, overdue_waiting_count=3))),
+        "due",
+        Severity.ERROR,
+    ),
     ("RabbitMQ", facts(app={"transport": "amqp"}), "consumer timeout", Severity.INFO),
     ("prefetch", facts(app={"prefetch_multiplier": 4}), "prefetch", Severity.INFO),
     (
@@ -220,6 +226,19 @@ def test_a_fault_is_found_with_its_remedy(given: Facts, name: str, severity: Sev
     assert one.severity is severity
     if name != "workers" or severity is not Severity.INFO:
         assert one.remedy
+
+
+def test_a_retry_that_the_store_keeps_is_not_the_brokers_to_give_out_again() -> None:
+    """B014: longer than the visibility timeout, and longer than ``lease_defer_after``."""
+    kept = dataclasses.replace(TASK, defer_after_seconds=60.0)
+    at_the_bound = dataclasses.replace(TASK, defer_after_seconds=180.0)
+
+    warned = [
+        "retry delay" in found(facts(app={"visibility_timeout": 180, "tasks": (task,)}))
+        for task in (kept, at_the_bound, TASK)
+    ]
+
+    assert warned == [False, True, True]
 
 
 def test_each_check_has_a_fault_that_it_finds() -> None:
