@@ -27,6 +27,7 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_typehints = "description"
+autodoc_mock_imports = ["django"]  # the pages are made without it
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # Celery's own pages have Celery's docstrings
 html_theme = "furo"
