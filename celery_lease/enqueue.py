@@ -59,6 +59,8 @@ def enqueue(task: Any, caller: Caller, args: Any, kwargs: Any, options: dict[str
     if not isinstance(task.backend, RPCBackend):
         options = {**options, "ignore_result": True}
         is_hidden = not ignores
+    adds = options.get("add_to_parent", True)
+    options = {**options, "add_to_parent": False}
     taken = _Taken()
     with taken_by(taken, unsent=True):
         result = task.apply_async(args, kwargs, **options)
@@ -76,7 +78,11 @@ def enqueue(task: Any, caller: Caller, args: Any, kwargs: Any, options: dict[str
             assert job.key is not None
             raise IdempotencyConflict(job.task, job.key.text, existing.job_id)
         elif job.job_id == result.id:
-            result = task.AsyncResult(existing.job_id)
+            return task.AsyncResult(existing.job_id)
+    parent = task.app.current_worker_task
+    if adds and parent:
+        # As Celery does for a call from a body, and now that there is such a job.
+        parent.add_trail(result)
     return result
 
 

@@ -17,6 +17,7 @@ in the store, or is not; the reaper sends it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -197,7 +198,7 @@ def caller_of(target: object) -> ConnectionCaller:
     if isinstance(target, Connection):
         return ConnectionCaller(target)
     kind = type(target)
-    if kind.__module__.startswith("sqlalchemy.ext.asyncio"):
+    if any(base.__module__.startswith("sqlalchemy.ext.asyncio") for base in kind.__mro__):
         message = (
             f"enqueue() got a {kind.__name__}: write "
             "await session.run_sync(lambda session: task.enqueue(session, …))"
@@ -210,8 +211,19 @@ def caller_of(target: object) -> ConnectionCaller:
     raise TypeError(message)
 
 
-#: Held while listeners are added.
-_watching = threading.Lock()
+class _Watching:
+    """The lock that is held while listeners are added; a forked child has one of its own."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget who held it: a thread that is not in this process."""
+        self.lock = threading.Lock()
+
+
+_watching = _Watching()
+os.register_at_fork(after_in_child=_watching.renew)
 _connections: weakref.WeakKeyDictionary[Connection, _Remembered] = weakref.WeakKeyDictionary()
 _pools: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -221,7 +233,7 @@ def _watch(connection: Connection, remembered: _Remembered) -> None:
 
     On the connection, and not its engine: what enqueues nothing pays nothing.
     """
-    with _watching:
+    with _watching.lock:
         pool = connection.engine.pool
         if pool not in _pools:
             event.listen(pool, "checkin", _returned)

@@ -275,6 +275,24 @@ def test_another_database_is_refused_and_the_transaction_goes_on(
         remove_database("elsewhere")
 
 
+def test_parameters_that_the_server_binds(places: Callable[[str], Place]) -> None:
+    """An option of Django's for psycopg 3."""
+    place = places("postgresql")
+    add_database("bound", place.site.store_url)
+    connections.databases["bound"]["OPTIONS"] = {"server_side_binding": True}
+    try:
+        with transaction.atomic(using="bound"):
+            first = place.add.enqueue(
+                using="bound", args=(1, "%s"), countdown=0.5, expires=60, idempotency_key="bound %s"
+            )
+            again = place.add.enqueue(using="bound", args=(1, "%s"), idempotency_key="bound %s")
+    finally:
+        remove_database("bound")
+
+    assert again.id == first.id
+    assert place.fates(first) == [(True, 1)]
+
+
 # --- delay_on_commit ----------------------------------------------------------------------------
 
 

@@ -335,6 +335,12 @@ async def _enqueued_in_async(place: Place, engine: Any) -> list[Any]:
         await session.commit()
         rolled_back = await session.run_sync(lambda sync: place.add.enqueue(sync, (1, 1)))
         await session.rollback()
+
+        class Mine(AsyncSession):
+            """A user's own kind."""
+
+        with pytest.raises(TypeError, match="run_sync"):
+            place.add.enqueue(Mine(engine), (1, 1))
     await engine.dispose()
     return [committed, rolled_back]
 
@@ -844,8 +850,10 @@ def test_links_and_keys_work_to_the_end(site: Site, engine: sa.Engine) -> None:
 def test_a_body_enqueues_the_next_job(site: Site, engine: sa.Engine) -> None:
     order = f"next-{site.tag()}"
 
-    following = site.task("e.follows_up").delay(order).get(timeout=15)
+    first = site.task("e.follows_up").delay(order)
+    following = first.get(timeout=15)
 
+    assert [child.id for child in first.children] == [following]
     row = site.until(following, "succeeded", settled=True)
     assert row["parent_id"] is not None
     assert site.facts(order) == ["saw 1"]
