@@ -94,6 +94,7 @@ def places(
         django.setup()
     made: dict[str, Place] = {}
     with ExitStack() as stack:
+        stack.callback(connections.close_all)
 
         def place(kind: str) -> Place:
             if kind not in made:

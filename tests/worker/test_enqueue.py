@@ -31,7 +31,7 @@ from tests.support.servers import External, MariaDB, Valkey
 from tests.support.waiting import eventually, never
 from tests.support.workers import ROOT
 from tests.worker.apps.enqueued import ORDERS
-from tests.worker.site import Site, open_site
+from tests.worker.site import WORKER_APP, Site, open_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -779,6 +779,23 @@ def test_a_store_that_goes_away_takes_nothing_from_the_caller(
     assert site.job(result.id)["dispatched_at"] is None
     site.run_pass()
     assert [m["headers"]["id"] for m in site.queued("celery")] == [result.id]
+    engine.dispose()
+
+
+@pytest.mark.long
+def test_an_answer_by_rpc_finds_its_queue(
+    amqp_url: str, make_site: Any, sqlite_url: str, start_worker: Callable[..., Any]
+) -> None:
+    """RabbitMQ drops an answer to a queue that nobody has declared before the call was sent."""
+    site = make_site(sqlite_url, broker=amqp_url, backend="rpc://")
+    start_worker(WORKER_APP, concurrency=1, env=site.worker_env())
+    engine = sa.create_engine(sqlite_url)
+
+    with engine.begin() as connection:
+        result = site.task("t.add").enqueue(connection, (1, 2))
+    site.until(result.id, "succeeded", settled=True)
+
+    assert result.get(timeout=15) == 3
     engine.dispose()
 
 
