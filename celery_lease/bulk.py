@@ -3,9 +3,9 @@
 ``LeasedTask.submit_many`` and ``celery.group`` use it. A batch lives within one call: what a
 caller was given a result for is recorded, since the call returns after the last batch.
 
-A group is the only place where celery-lease puts a function of its own around one of Celery's: a
-group gives its members to ``Task.apply_async`` one by one, and nothing tells the last one from the
-others (celery 5.5 to 5.7, ``canvas.group``).
+``group.apply_async`` has a function of ours around it: a group gives its members to
+``Task.apply_async`` one by one, and nothing tells the last one from the others (celery 5.5 to 5.7,
+``canvas.group``).
 """
 
 from __future__ import annotations

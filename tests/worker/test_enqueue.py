@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import os
@@ -757,8 +758,54 @@ def test_neither_broker_nor_result_backend_is_needed(
         engine.dispose()
 
 
+def test_nothing_says_that_it_was_sent(make_site: Any, sqlite_url: str) -> None:
+    """Celery's ``task-sent``, of a job that may be rolled back."""
+    site = make_site(sqlite_url, task_send_sent_event=True)
+    engine = sa.create_engine(sqlite_url)
+    with site.redis() as client, client.pubsub(ignore_subscribe_messages=True) as events:
+        events.psubscribe("*celeryev*")
+        with engine.connect() as connection:
+            given_up = site.task("t.add").enqueue(connection, (1, 2))
+        plain = site.task("t.add").delay(1, 2)
+        said = eventually(lambda: (events.get_message() or {}).get("data"))
+
+    assert plain.id.encode() in base64.b64decode(json.loads(said)["body"])
+    assert given_up.id.encode() not in base64.b64decode(json.loads(said)["body"])
+    engine.dispose()
+
+
+def test_whatever_is_wrong_after_the_commit_is_not_the_callers(
+    make_site: Any, sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database refuses what is no outage: an operator's trigger, a right that is missing."""
+    site = make_site(sqlite_url)
+    engine = sa.create_engine(sqlite_url)
+    ORDERS.create(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(
+            "CREATE TRIGGER refuse BEFORE UPDATE ON celery_lease_job "
+            "BEGIN SELECT RAISE(ABORT, 'not now'); END"
+        )
+
+    with engine.begin() as connection:
+        order = new_order(connection)
+        result = site.task("t.add").enqueue(connection, (1, 2))
+
+    assert orders(engine, order) == 1
+    assert "lease.enqueue.unsent count=1" in caplog.text
+    assert site.job(result.id)["dispatched_at"] is None
+    with engine.begin() as connection:
+        connection.exec_driver_sql("DROP TRIGGER refuse")
+    site.run_pass()
+    assert [m["headers"]["id"] for m in site.queued("celery")] == [result.id]
+    engine.dispose()
+
+
 def test_a_store_that_goes_away_takes_nothing_from_the_caller(
-    make_site: Any, postgresql_url: str, start_proxy: Callable[[int], Proxy]
+    make_site: Any,
+    postgresql_url: str,
+    start_proxy: Callable[[int], Proxy],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The caller's own way to the same database is another one."""
     url = sa.make_url(postgresql_url)
@@ -775,6 +822,8 @@ def test_a_store_that_goes_away_takes_nothing_from_the_caller(
         proxy.cut()
     proxy.heal()
 
+    assert "lease.store.unavailable" in caplog.text
+    assert "lease.enqueue.unsent" not in caplog.text
     assert orders(engine, order) == 1
     assert site.job(result.id)["dispatched_at"] is None
     site.run_pass()
