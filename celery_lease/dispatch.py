@@ -45,9 +45,10 @@ class BrokerPublisher:
         headers[DISPATCH_HEADER] = dispatch_key(
             candidate.job_id, message.version, candidate.dispatch_count + 1, replay=replay
         )
-        # It is due by the store's clock. A worker would hold it until it is by its own, too, and
-        # one that an operator has resumed before its time until that has come.
-        headers["eta"] = None
+        if replay or candidate.due_seconds <= 0:
+            # It is due by the store's clock. A worker would hold it until it is by its own, too,
+            # and one that an operator has resumed before its time until that has come.
+            headers["eta"] = None
         if replay or candidate.expires_seconds is None:
             # A settlement is not limited by ``expires``, nor is a job that started in time and
             # lost its runner: a worker would discard the message.

@@ -395,6 +395,7 @@ class Dispatchable:
         message_version: the newest version.
         queue: the queue to declare.
         expires_seconds: time left to ``expires``, None without one.
+        due_seconds: time left until it is due, 0 or less when it is.
     """
 
     job_id: str
@@ -403,6 +404,7 @@ class Dispatchable:
     message_version: int
     queue: str | None
     expires_seconds: float | None = None
+    due_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,7 @@ def _candidates(job: Any) -> Any:
         job.c.message_version,
         job.c.queue,
         SecondsBetween(clock(), job.c.expires_at).label("expires_seconds"),
+        SecondsBetween(clock(), job.c.available_at).label("due_seconds"),
     )
 
 
@@ -150,6 +151,7 @@ def _candidate(row: RowMapping) -> Dispatchable:
         message_version=row["message_version"],
         queue=row["queue"],
         expires_seconds=row["expires_seconds"],
+        due_seconds=float(row["due_seconds"]),
     )
 
 
