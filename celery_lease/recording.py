@@ -381,11 +381,12 @@ class RecordingProducer:
                 task=self._task,
                 keeps_key=resend is not None and resend.keeps_key,
             )
-            self._dispatch_count = int(leaves)
-            if resend is None:
-                return transitions.reopen(self._store, headers["id"], again)
-            self._record_again(again, resend)
-            resend.is_put_off = put_off
+            if resend is not None:
+                self._record_again(again, resend)
+                resend.is_put_off = put_off
+            elif not transitions.reopen(self._store, headers["id"], again):
+                return False
+            self._dispatch_count = self._dispatches(headers["id"]) if again.dispatched else 0
             return not put_off
         job = self._new_job(message, headers, options, key, leaves=leaves)
         if not submitted(self._store, job):
@@ -395,6 +396,15 @@ class RecordingProducer:
             return False
         self._dispatch_count = int(leaves)
         return True
+
+    def _dispatches(self, job_id: str) -> int:
+        """Return which dispatch of its job a message of a later version is."""
+        try:
+            return queries.dispatch_count(self._store, job_id) or 1
+        except StoreUnavailable as error:
+            # It is recorded, and leaves. Its claim tells nothing of the queue, that is all.
+            events.emit(events.STORE_UNAVAILABLE, worker=self._submitter, reason=str(error))
+            return 1
 
     def _new_job(
         self,

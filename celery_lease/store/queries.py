@@ -236,6 +236,18 @@ def cancelled(store: Store, job_ids: Sequence[str]) -> list[str]:
     return store.retrying(work)
 
 
+def dispatch_count(store: Store, job_id: str) -> int | None:
+    """Return how often a message of a job was put on the broker; None: no such job."""
+    job = store.tables.job
+    statement = select(job.c.dispatch_count).where(job.c.id == job_id)
+
+    def work() -> int | None:
+        with store.single() as connection:
+            return connection.execute(statement).scalar()
+
+    return store.retrying(work)
+
+
 def replaced_version(store: Store, job_id: str) -> int | None:
     """Return the message version of a job that replaced itself by a canvas, else None."""
     job = store.tables.job

@@ -94,6 +94,28 @@ def test_a_message_that_neither_the_store_nor_the_broker_took_is_an_error(
     assert site.jobs() == []
 
 
+def test_the_last_task_of_a_replacing_canvas_waits_for_the_store_as_any_other_follower(
+    make_site: Callable[..., Site], sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try that failed is no record: the message would be refused as one that is not there yet."""
+    site = make_site(sqlite_url, lease_claim_timeout=1.0)
+    asked: list[int] = []
+
+    def away(*_: Any) -> None:
+        asked.append(1)
+        raise StoreUnavailable("sqlite://", "away")
+
+    monkeypatch.setattr(transitions, "reopen", away)
+    monkeypatch.setattr(recording, "_is_closing_books", lambda _job_id: True)
+    monkeypatch.setattr(recording.RecordingProducer, "_version_after_replaced", lambda *_: 2)
+
+    site.task("t.add").apply_async((1, 2), replaced_task_nesting=1)
+
+    assert len(asked) > 1
+    [message] = site.queued("celery")
+    assert "lease_recorded" not in message["headers"]
+
+
 @pytest.mark.skipif(
     celery_version < (5, 7),
     reason="Celery 5.5 stops the body when its Redis is killed: it is released, not retried",

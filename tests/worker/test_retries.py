@@ -342,3 +342,14 @@ def test_a_group_of_retrying_members_gives_all_results(site: Site) -> None:
     result = group(site.task("r.retry").s(tag, 1) for tag in tags).delay()
 
     assert result.get(timeout=10) == ["done 1"] * 3
+
+
+def test_the_message_of_a_later_retry_says_which_dispatch_of_its_job_it_is(site: Site) -> None:
+    """By it a claim is evidence of its queue, and what a dead child had is sent at once."""
+    sent = site.task("r.retry").delay(site.tag(), 1, 5.0, queue="unserved")
+
+    [message] = eventually(lambda: site.queued("unserved"))
+
+    assert site.job(sent.id)["dispatch_count"] == 2
+    assert message["headers"]["lease_dispatch"] == f"{sent.id}:2:2"
+    site.drop("unserved")

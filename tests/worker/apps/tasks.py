@@ -179,10 +179,12 @@ def _bodies(app: Celery, book: Ledger) -> None:  # noqa: C901 - a list of tasks
 
 def _retrying_tasks(app: Celery, book: Ledger) -> None:  # noqa: C901 - same
     @app.task(name="r.retry", base=LeasedTask, bind=True, max_retries=3)
-    def retry(self: LeasedTask, tag: str, tries: int, countdown: float = 0) -> str:
+    def retry(
+        self: LeasedTask, tag: str, tries: int, countdown: float = 0, queue: str | None = None
+    ) -> str:
         book.note(tag, f"try {self.request.retries} token {self.lease.fencing_token}")
         if self.request.retries < tries:
-            raise self.retry(exc=ValueError("again"), countdown=countdown)
+            raise self.retry(exc=ValueError("again"), countdown=countdown, queue=queue)
         return f"done {self.request.retries}"
 
     class Temporary(Exception):
