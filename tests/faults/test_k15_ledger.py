@@ -103,16 +103,15 @@ def test_each_committed_row_has_one_succeeded_job_and_no_job_is_without_a_row(
     count: int,
     make_stage: Callable[..., Stage],
     own_server: Callable[..., Any],
-    enter: Callable[[Any], Any],
     tmp_path: Path,
 ) -> None:
     valkey = own_server(Valkey)
     broker = RedisBroker(valkey.url)
+    # Nobody makes passes but the workers.
     stage = make_stage("postgresql", broker=broker, lease_max_attempts=50)
     engine = sa.create_engine(stage.store_url)
     ORDERS.create(engine)
     workers = stage.workers(2)
-    enter(stage.passes(0.5))
     harm = Harm(valkey, workers)
 
     with ThreadPoolExecutor(CALLERS + 1) as pool:
