@@ -53,37 +53,43 @@ def enqueue(task: Any, caller: Caller, args: Any, kwargs: Any, options: dict[str
         return task.apply_async(args, kwargs, **options)
     extension = extension_of(task.app)
     place = place_of(extension.raw_store, caller, prepare=lambda: extension.store)
-    # Celery's Redis backend subscribes to a result as its task is sent. That would make a caller
-    # wait for a server that it does not need: ``get()`` subscribes by itself.
-    ignores, is_hidden = options.get("ignore_result", task.ignore_result), False
-    if not isinstance(task.backend, RPCBackend):
-        options = {**options, "ignore_result": True}
-        is_hidden = not ignores
-    adds = options.get("add_to_parent", True)
-    options = {**options, "add_to_parent": False}
-    taken = _Taken()
-    with taken_by(taken, unsent=True):
-        result = task.apply_async(args, kwargs, **options)
-    result.ignored = ignores
-    send = _Committed(extension)
-    for job in taken.jobs:
+    result, jobs = _made(task, args, kwargs, options)
+    for job in jobs:
         new = replace(job, dispatched=False)
-        if is_hidden and job.job_id == result.id:
-            new = _heeded(new)
-        existing = transitions.enqueue(extension.store, place, caller, new)
+        existing = transitions.enqueue(extension.raw_store, place, caller, new)
         if existing is None:
+            # What is deferred is no message for now.
             if job.dispatched:
-                caller.after_commit(job.job_id, send)
+                caller.after_commit(job.job_id, _Committed(extension))
         elif not existing.same_arguments:
             assert job.key is not None
             raise IdempotencyConflict(job.task, job.key.text, existing.job_id)
         elif job.job_id == result.id:
             return task.AsyncResult(existing.job_id)
     parent = task.app.current_worker_task
-    if adds and parent:
+    if parent and options.get("add_to_parent", True):
         # As Celery does for a call from a body, and now that there is such a job.
         parent.add_trail(result)
     return result
+
+
+def _made(task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> tuple[Any, list[NewJob]]:
+    """Have Celery make a call; return its result, and the job (a signal may have called others).
+
+    Celery's Redis backend subscribes to a result as its task is sent. That would make a caller
+    wait for a server that it does not need: ``get()`` subscribes by itself. So it is a call whose
+    result is ignored, until its message is made.
+    """
+    ignores = options.get("ignore_result", task.ignore_result)
+    is_hidden = not ignores and not isinstance(task.backend, RPCBackend)
+    options = {**options, "add_to_parent": False, "ignore_result": ignores or is_hidden}
+    taken = _Taken()
+    with taken_by(taken, unsent=True):
+        result = task.apply_async(args, kwargs, **options)
+    result.ignored = ignores
+    if is_hidden:
+        return result, [_heeded(job) if job.job_id == result.id else job for job in taken.jobs]
+    return result, taken.jobs
 
 
 def caller_for(task: Any, session: object, using: str | None) -> Caller:

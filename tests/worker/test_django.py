@@ -337,7 +337,7 @@ def test_where_the_store_is_elsewhere_the_call_follows_the_commit(sqlite_place: 
     assert place.fates(result, given_up) == [(True, 1), (False, 0)]
 
 
-# --- the other driver of PostgreSQL -------------------------------------------------------------
+# --- processes that have other packages ---------------------------------------------------------
 
 PSYCOPG2 = """
 import sys
@@ -358,6 +358,37 @@ print(first.id)
 """
 
 
+def run(site: Site, source: str, *arguments: str) -> str:
+    """Run a program that has the app of a site; returns what it printed."""
+    env = {k: v for k, v in site.worker_env().items() if v is not None}
+    done = subprocess.run(
+        [sys.executable, "-c", source, *arguments],
+        env={**os.environ, **env, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+NO_DJANGO = """
+import sys
+sys.modules["django"] = None
+from celery_lease.exceptions import SettingError
+from tests.worker.apps.leased import app
+try:
+    app.tasks["t.add"].enqueue(using="default", args=(1, 2))
+except SettingError as error:
+    print(error)
+"""
+
+
+def test_without_django_it_says_what_to_install(sqlite_place: Place) -> None:
+    assert "celery-lease[django]" in run(sqlite_place.site, NO_DJANGO)
+
+
 def test_psycopg2(places: Callable[[str], Place]) -> None:
     """The store has psycopg 3, and Django the older one."""
     pytest.importorskip("psycopg2")
@@ -371,21 +402,13 @@ def test_psycopg2(places: Callable[[str], Place]) -> None:
         "import django.db.backends.postgresql.base\n"
         'sys.modules["psycopg"] = kept',
     )
-    env = {k: v for k, v in place.site.worker_env().items() if v is not None}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", source, str(url.database), str(url.username)),
-            *(url.password or "", str(url.host), str(url.port)),
-        ],
-        env={**os.environ, **env, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    said = run(
+        place.site,
+        source,
+        *(str(url.database), str(url.username), url.password or "", str(url.host), str(url.port)),
     )
 
-    assert done.returncode == 0, done.stderr
-    job_id = done.stdout.strip()
+    job_id = said.strip()
     assert [m["headers"]["id"] for m in eventually(lambda: place.site.queued("celery"))].count(
         job_id
     ) == 1
