@@ -378,8 +378,9 @@ def unreachable(site: Site, cells: list[Cell], backend: str) -> set[str]:
                 # A failure is stored before anything is sent.
                 found.add(f"sent {cell.job_id(name)}")
             if "told" in cell.points and backend == "lease" and name in cell.last:
-                # Nothing follows it: its commit was all of its bookkeeping.
+                # Nothing follows it: its commit was all of its bookkeeping, and is not told again.
                 job = site.job(cell.job_id(name))
-                assert job["settled_at"] == job["finished_at"]
-                found.add(f"told {cell.job_id(name)}")
+                assert job["settled_at"] == job["finished_at"], site.told(job["id"])
+                past = POINTS[1:] if "committed" in cell.points else ("told",)
+                found |= {f"{one} {job['id']}" for one in past}
     return found
