@@ -58,10 +58,10 @@ def enqueue(store: Store, place: Store, caller: Caller, job: NewJob) -> Existing
     for _ in range(TRIES):
         found = _committed_in_the_way(store, job) if store.dialect.refusals_lock else None
         if found is None:
-            error = _insert(place, caller, job)
+            error = _insert_for(place, caller, job)
             if error is None:
                 return None
-            found = _in_the_way(place, caller.fetch, job) or _committed_in_the_way(store, job)
+            found = _asked_in_the_way(place, caller.fetch, job) or _committed_in_the_way(store, job)
         if found is None:
             continue
         if found["id"] == job.job_id:
@@ -71,7 +71,7 @@ def enqueue(store: Store, place: Store, caller: Caller, job: NewJob) -> Existing
         if found["is_over"]:
             parameters = key_parameters(job) | {"p_holder": found["id"]}
             caller.write(giving_up_statement(place), parameters)
-        error = _insert(place, caller, job, holds_key=bool(found["is_over"]))
+        error = _insert_for(place, caller, job, holds_key=bool(found["is_over"]))
         if error is None:
             return None
     raise StoreUnavailable(
@@ -79,7 +79,7 @@ def enqueue(store: Store, place: Store, caller: Caller, job: NewJob) -> Existing
     ) from error
 
 
-def _insert(
+def _insert_for(
     place: Store, caller: Caller, job: NewJob, *, holds_key: bool = True
 ) -> BaseException | None:
     """Insert a job and its message; returns an error when its id or its key is taken."""
@@ -103,7 +103,7 @@ def _take_back(place: Store) -> Any:
     return sa.delete(message).where(message.c.job_id == bindparam("p_id"))
 
 
-def _in_the_way(place: Store, ask: Ask, job: NewJob) -> Mapping[str, Any] | None:
+def _asked_in_the_way(place: Store, ask: Ask, job: NewJob) -> Mapping[str, Any] | None:
     """Return the job that has the id, else the one that holds the key."""
     parameters = key_parameters(job)
     found = ask(same_id_statement(place), parameters)
@@ -119,4 +119,4 @@ def _committed_in_the_way(store: Store, job: NewJob) -> Mapping[str, Any] | None
         with store.single() as connection:
             return [dict(row) for row in connection.execute(statement, parameters).mappings()]
 
-    return store.retrying(lambda: _in_the_way(store, ask, job))
+    return store.retrying(lambda: _asked_in_the_way(store, ask, job))

@@ -1,0 +1,98 @@
+"""enqueue: a job in a transaction that is not the store's, and what of it is there afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from celery_lease.records import Existing
+from celery_lease.store import queries, transitions
+from celery_lease.store.callers import ConnectionCaller, place_of
+from celery_lease.store.engine import Store
+from tests.store.builders import job_row, new_job, rows
+from tests.store.test_keys import UNTIL_FINAL, keyed, keyed_job, succeeded_keyed
+
+
+@pytest.fixture
+def engine(store: Store) -> Iterator[sa.Engine]:
+    """A caller's engine on the store's database."""
+    made = sa.create_engine(store._url)
+    yield made
+    made.dispose()
+
+
+@contextmanager
+def calling(store: Store, engine: sa.Engine) -> Iterator[Any]:
+    """Give what enqueues a job in one transaction of a caller's."""
+    with engine.begin() as connection:
+        caller = ConnectionCaller(connection)
+        place = place_of(store, caller, prepare=lambda: None)
+        yield lambda job: transitions.enqueue(store, place, caller, job)
+
+
+def committed(store: Store, *job_ids: str) -> list[str]:
+    """Return which of some jobs are to be sent."""
+    return [found.job_id for found in queries.committed(store, job_ids)]
+
+
+def test_it_is_there_and_unsent_after_the_commit(store: Store, engine: sa.Engine) -> None:
+    with calling(store, engine) as enqueue:
+        assert enqueue(new_job("one", dispatched=False)) is None
+        assert enqueue(new_job("later", dispatched=False, delay_seconds=60)) is None
+        assert committed(store, "one", "later") == []
+
+    assert committed(store, "one", "later", "nobody") == ["one", "later"]
+    assert job_row(store, "one")["dispatched_at"] is None
+
+
+def test_a_countdown_leaves_with_its_message_once(store: Store, engine: sa.Engine) -> None:
+    with calling(store, engine) as enqueue:
+        enqueue(new_job("later", dispatched=False, delay_seconds=60))
+    (found,) = queries.committed(store, ["later"])
+
+    assert transitions.dispatch(store, found)
+    assert not transitions.dispatch(store, found)
+
+    assert committed(store, "later") == []
+    assert job_row(store, "later")["state"] == "scheduled"
+
+
+def test_an_id_or_a_key_that_is_taken_changes_nothing(store: Store, engine: sa.Engine) -> None:
+    keyed(store, "one")
+    before = rows(store)
+
+    with calling(store, engine) as enqueue:
+        assert enqueue(new_job("one")) == Existing("one")
+        assert enqueue(keyed_job("two")) == Existing("one")
+        assert enqueue(keyed_job("three", digest="sha256:2")) == Existing(
+            "one", same_arguments=False
+        )
+
+    assert rows(store) == before
+
+
+def test_a_key_is_taken_from_a_job_whose_time_is_over(store: Store, engine: sa.Engine) -> None:
+    succeeded_keyed(store)
+
+    with calling(store, engine) as enqueue:
+        assert enqueue(keyed_job("two", retention=UNTIL_FINAL)) is None
+
+    assert job_row(store, "one")["active_key"] is None
+    assert job_row(store, "two")["active_key"] == "key"
+
+
+def test_the_holder_of_a_key_is_not_locked(row_store: Store) -> None:
+    """Its runner could not free the key until the caller is done."""
+    store, engine = row_store, sa.create_engine(row_store._url)
+    keyed(store, "one")
+
+    with calling(store, engine) as enqueue:
+        assert enqueue(keyed_job("two")) == Existing("one")
+        assert transitions.cancel(store, "one", reason="a test")
+
+    assert job_row(store, "one")["active_key"] is None
+    engine.dispose()
