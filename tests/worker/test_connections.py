@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -156,9 +157,14 @@ def test_a_fork_shares_no_connection(cabled: tuple[Site, Proxy]) -> None:
         finally:
             os._exit(code)
 
-    eventually(lambda: proxy.connection_count > before)
-    os.write(tell, b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    try:
+        eventually(lambda: proxy.connection_count > before)
+        os.write(tell, b"x")
+        eventually(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 0
     eventually(lambda: proxy.connection_count == before)
     ask(connections)
     os.close(go_on)
