@@ -211,6 +211,7 @@ def site_of(
 def test_a_child_killed_after_its_commit_costs_no_result_and_no_second_body(
     backend: str, form: str, valkey: Any, postgresql_url: str, tmp_path: Path
 ) -> None:
+    """Nor a loss: killed between its result's store and its own end it has succeeded (B056)."""
     with (
         site_of(backend, valkey, postgresql_url, tmp_path, **PROMPT) as site,
         site.redis() as client,

@@ -231,6 +231,7 @@ def test_the_heartbeat_is_a_third_of_the_lease_unless_it_is_set() -> None:
 
 @pytest.mark.parametrize("interval", [10, 15])
 def test_renewals_that_come_twice_a_lease_or_less_are_refused_naming_both(interval: float) -> None:
+    """B061."""
     (problem,) = problems_of(lease_duration=20, lease_heartbeat_interval=interval)
 
     assert f"lease_heartbeat_interval is {interval}" in problem
