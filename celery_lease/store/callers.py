@@ -133,8 +133,15 @@ def _elsewhere(store: Store, caller: Caller) -> SettingError:
 
 @dataclass(slots=True)
 class _Remembered:
-    """The jobs of one connection of the driver's: (who sends it, job id)."""
+    """The jobs of one connection of the driver's: (who sends it, job id).
 
+    Attributes:
+        open: of the transaction that is open.
+        ended: of those that are committed.
+        autocommits: True when each statement is a transaction, which no rollback undoes.
+    """
+
+    autocommits: bool = False
     open: list[tuple[Send, str]] = field(default_factory=list)
     ended: list[tuple[Send, str]] = field(default_factory=list)
 
@@ -184,6 +191,7 @@ class ConnectionCaller:
         """Have a job sent once this transaction is committed."""
         remembered = self._connection.info.setdefault(_KEY, _Remembered())
         remembered.open.append((send, job_id))
+        remembered.autocommits = _autocommits(self._connection)
         _watch(self._connection, remembered)
 
 
@@ -256,12 +264,22 @@ def _committed(connection: Connection, *_: object) -> None:
 
 
 def _rolled_back(connection: Connection, *_: object) -> None:
-    if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
-        # Nothing was rolled back: each statement has been a transaction.
-        _committed(connection)
     remembered = _connections.get(connection)
     if remembered is not None:
+        if remembered.autocommits:
+            remembered.ended += remembered.open
         remembered.open.clear()
+
+
+def _autocommits(connection: Connection) -> bool:
+    if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+        return True
+    # Where the engine itself was made so. Older SQLAlchemys cannot say: then the reaper sends it.
+    detect = getattr(connection.dialect, "detect_autocommit_setting", None)
+    try:
+        return detect is not None and bool(detect(connection.connection.dbapi_connection))
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 def _begins(connection: Connection, *_: object) -> None:
