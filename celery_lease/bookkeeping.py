@@ -13,6 +13,7 @@ Until then a replay sends nothing, so the job is not settled yet, and is replaye
 from __future__ import annotations
 
 import signal
+import time
 from typing import Any
 
 from celery import signals
@@ -24,6 +25,11 @@ from celery_lease.held_signals import hold, let_go
 _HELD = (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1)
 #: What Celery leaves in a chord's claim when its body was sent.
 _DONE = b"done"
+
+#: How long a part of a chord waits for another part that sends the body: it has to join the
+#: results and to publish one message.
+CLAIM_SECONDS = 1.0
+CLAIM_POLL_SECONDS = 0.02
 
 _is_open = False
 
@@ -44,6 +50,20 @@ def _end(**_: Any) -> None:
         _is_open = False
         # The body is over: a limit that has come meanwhile limits nothing.
         let_go(_HELD, dropped={signal.SIGUSR1})
+
+
+def wait_for_chord(backend: Any, group_id: str | None) -> bool:
+    """Wait a moment for whoever has claimed to send the body of a chord; False: it is unsent.
+
+    Of parts that end together one has the claim, and which one is not told: another one that did
+    not wait would be left unsettled, and be replayed for nothing.
+    """
+    until = time.monotonic() + CLAIM_SECONDS
+    while is_chord_unsent(backend, group_id):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(CLAIM_POLL_SECONDS)
+    return True
 
 
 def is_chord_unsent(backend: Any, group_id: str | None) -> bool:

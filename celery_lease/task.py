@@ -1011,7 +1011,7 @@ def _settle(sender: Any = None, **_: Any) -> None:
     request = sender.request
     outcome = request.__dict__.pop(SETTLES_MARK, None)
     # An unsent body is sent by a replay of this part, and of no other.
-    if outcome is not None and not bookkeeping.is_chord_unsent(sender.backend, request.group):
+    if outcome is not None and bookkeeping.wait_for_chord(sender.backend, request.group):
         extension_of(sender.app).runtime.settle_later(outcome)
 
 
