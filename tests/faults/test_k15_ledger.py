@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 import sqlalchemy as sa
 
@@ -98,6 +99,7 @@ def order_of(message: Mapping[str, Any]) -> str:
     return str(json.loads(bytes(message["body"]))[1]["name"])
 
 
+@pytest.mark.timeout(1800)
 @counts(150, 2000)
 def test_each_committed_row_has_one_succeeded_job_and_no_job_is_without_a_row(
     count: int,
@@ -124,10 +126,16 @@ def test_each_committed_row_has_one_succeeded_job_and_no_job_is_without_a_row(
             harm.end()
         harming.result(60)
 
-    def unfinished() -> int:
-        return int(stage.scalar("SELECT count(*) FROM celery_lease_job WHERE finished_at IS NULL"))
+    def unfinished() -> list[dict[str, Any]]:
+        return stage.rows("job", "finished_at IS NULL")
 
-    eventually(lambda: unfinished() == 0, timeout=600 if count > 500 else 60, interval=0.2)
+    eventually(
+        lambda: not unfinished(),
+        # A lost message is sent again after about as long as its job has waited by then.
+        timeout=600 if count > 500 else 240,
+        interval=0.2,
+        what=lambda: f"{unfinished()}\n{harm.done}\n{[one.is_running for one in workers]}",
+    )
     with engine.connect() as connection:
         rows = Counter(connection.execute(sa.select(ORDERS.c.id)).scalars())
     engine.dispose()
