@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from celery import signals, states
-from celery.exceptions import TaskRevokedError
+from celery.backends.base import DisabledBackend
+from celery.exceptions import ImproperlyConfigured, TaskRevokedError
+from kombu.exceptions import ContentDisallowed, SerializationError
 from kombu.serialization import prepare_accept_content
 from kombu.utils import json as kombu_json
 
@@ -21,6 +23,17 @@ from celery_lease.reaper import PublishFailed
 from celery_lease.records import Dispatchable, Message, Outcome
 from celery_lease.states import JobState
 
+#: What is wrong with one job, and not with the broker or the result backend.
+_OF_THE_JOB = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ContentDisallowed,
+    ImproperlyConfigured,
+    SerializationError,
+)
+
 
 class BrokerPublisher:
     """Puts recorded messages on the broker and closes books in Celery.
@@ -28,11 +41,13 @@ class BrokerPublisher:
     Args:
         app: the Celery app.
         connections: the app's, for leased messages.
+        is_worker: whether this is a process of a worker: its result backend is the task's.
     """
 
-    def __init__(self, app: Any, connections: LeaseConnections) -> None:
+    def __init__(self, app: Any, connections: LeaseConnections, *, is_worker: bool) -> None:
         self._app = app
         self._connections = connections
+        self._is_worker = is_worker
 
     def publish(self, candidate: Dispatchable, message: Message, *, replay: bool) -> None:
         """Put a stored message on the broker, as it was.
@@ -40,8 +55,12 @@ class BrokerPublisher:
         Raises:
             PublishFailed: it did not get there, as far as is known.
         """
-        headers = kombu_json.loads(message.headers)
-        properties = kombu_json.loads(message.properties)
+        try:
+            headers = kombu_json.loads(message.headers)
+            properties = kombu_json.loads(message.properties)
+        except Exception as error:
+            # A value in them whose type this process does not know.
+            raise PublishFailed(f"{type(error).__name__}: {error}", is_away=False) from error
         headers[DISPATCH_HEADER] = dispatch_key(
             candidate.job_id, message.version, candidate.dispatch_count + 1, replay=replay
         )
@@ -96,14 +115,26 @@ class BrokerPublisher:
         """Tell Celery an end that no body returned: result backend, errbacks, chord.
 
         Returns:
-            False when the message's body, or what its chord has stored, may be other than plain
-            data: only a worker may decode it.
+            False when only a worker can: the message's body, or what its chord has stored, may be
+            other than plain data, or this process does not have the task's result backend.
 
         Raises:
             PublishFailed: the result backend or the broker did not take it.
         """
+        try:
+            return self._close_books(outcome, message)
+        except PublishFailed:
+            raise
+        except Exception as trouble:
+            # Its own trouble is not in the way of the others.
+            is_away = not isinstance(trouble, _OF_THE_JOB)
+            raise PublishFailed(
+                f"{type(trouble).__name__}: {trouble}", is_away=is_away
+            ) from trouble
+
+    def _close_books(self, outcome: Outcome, message: Message) -> bool:
         request = plain_request(message)
-        if request is None:
+        if request is None or not self._has_backend(request):
             return False
         if outcome.state is JobState.SUCCEEDED and request.chord and self._accepts_pickle():
             # The last part of a chord reads what the others have stored.
@@ -111,32 +142,35 @@ class BrokerPublisher:
         backend = self._backend(request)
         error = ending_error(outcome, task=request.task)
         store_result = not request.ignore_result
-        try:
-            if outcome.state is JobState.SUCCEEDED:
-                backend.mark_as_done(request.id, None, request=request, store_result=store_result)
-            elif outcome.state is JobState.CANCELLED:
-                # Not ``mark_as_revoked``: it leaves the rest of a chain to wait for ever, and with
-                # it the chord that its last step is a part of (B065). It calls no errbacks either.
-                backend.mark_as_failure(
-                    request.id,
-                    TaskRevokedError(str(error)),
-                    request=request,
-                    store_result=store_result,
-                    call_errbacks=False,
-                    state=states.REVOKED,
-                )
-            else:
-                backend.mark_as_failure(
-                    request.id, error, request=request, store_result=store_result
-                )
-                self._signal_failure(request, error)
-        except Exception as trouble:
-            raise PublishFailed(f"{type(trouble).__name__}: {trouble}") from trouble
+        if outcome.state is JobState.SUCCEEDED:
+            backend.mark_as_done(request.id, None, request=request, store_result=store_result)
+        elif outcome.state is JobState.CANCELLED:
+            # Not ``mark_as_revoked``: it leaves the rest of a chain to wait for ever, and with
+            # it the chord that its last step is a part of (B065). It calls no errbacks either.
+            backend.mark_as_failure(
+                request.id,
+                TaskRevokedError(str(error)),
+                request=request,
+                store_result=store_result,
+                call_errbacks=False,
+                state=states.REVOKED,
+            )
+        else:
+            backend.mark_as_failure(request.id, error, request=request, store_result=store_result)
+            self._signal_failure(request, error)
         return True
 
+    def _has_backend(self, request: Any) -> bool:
+        """Tell whether what is stored here is stored where the task's results are.
+
+        A program that only submits, or revokes, may lack the task or have no result backend.
+        """
+        if request.task not in self._app.tasks:
+            return False
+        return self._is_worker or not isinstance(self._backend(request), DisabledBackend)
+
     def _backend(self, request: Any) -> Any:
-        task = self._app.tasks.get(request.task)
-        return self._app.backend if task is None else task.backend
+        return self._app.tasks[request.task].backend
 
     def _accepts_pickle(self) -> bool:
         conf = self._app.conf

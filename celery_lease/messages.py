@@ -7,6 +7,7 @@ What it is not: nothing here records a message (``recording``) or puts one on th
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -254,7 +255,11 @@ def seconds_until(instant: Any) -> float | None:
 
 
 def plain_request(message: Message) -> Any | None:
-    """Return a message as a task request; None when its body is not plain data."""
+    """Return a message as a task request; None when its body is not plain data.
+
+    Raises:
+        ValueError: it cannot be read at all; so do kombu's own errors.
+    """
     if message.content_type not in PLAIN_CONTENT:
         return None
     headers = kombu_json.loads(message.headers)
@@ -262,9 +267,7 @@ def plain_request(message: Message) -> Any | None:
     payload: Any = message.body
     if headers.get("compression"):
         payload = decompress(payload, headers["compression"])
-    args, kwargs, embed = serialization.loads(
-        payload, message.content_type, message.content_encoding, accept=[message.content_type]
-    )
+    args, kwargs, embed = _plain(payload, message)
     request = dict(headers)
     request.update(embed or {})
     return Context(
@@ -276,3 +279,17 @@ def plain_request(message: Message) -> Any | None:
         delivery_info={"exchange": message.exchange, "routing_key": message.routing_key},
         called_directly=False,
     )
+
+
+def _plain(payload: Any, message: Message) -> Any:
+    try:
+        return serialization.loads(
+            payload, message.content_type, message.content_encoding, accept=[message.content_type]
+        )
+    except Exception:
+        if message.content_type != "application/json":
+            raise
+        # A value of a type that is registered elsewhere, or that only looks like one. It stays as
+        # it was written, and goes on so where it is sent on.
+        text = payload.decode(message.content_encoding) if isinstance(payload, bytes) else payload
+        return json.loads(text)

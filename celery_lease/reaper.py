@@ -376,8 +376,9 @@ class Reaper:
             if found is not None:
                 try:
                     self.settle(*found)
-                except PublishFailed:
-                    return
+                except PublishFailed as error:
+                    if error.is_away:
+                        return
 
     def _prune(self, result: PassResult) -> None:
         with self._around():

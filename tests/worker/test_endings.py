@@ -27,6 +27,11 @@ def extension(sqlite_url: str) -> Iterator[Extension]:
     """The extension of an app whose result backend is in memory."""
     app = Celery("endings", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.lease_store_url = sqlite_url
+
+    @app.task(name="app.work", shared=False)
+    def work() -> None:
+        """Never run."""
+
     yield install(app)
     extension_of(app).raw_store.close()
 
@@ -108,6 +113,7 @@ def test_a_part_of_a_chord_is_closed_here_only_if_the_others_are_plain_data(
         headers=json.dumps({"task": "app.work", "id": told.job_id}),
     )
 
-    is_closed = BrokerPublisher(extension.app, extension.connections).close_books(found[0], part)
+    publisher = BrokerPublisher(extension.app, extension.connections, is_worker=True)
+    is_closed = publisher.close_books(found[0], part)
 
     assert (is_closed, done) == ((True, [told.job_id]) if accepted == ["json"] else (False, []))
