@@ -269,14 +269,15 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
             self.reject(requeue=True)
         else:
             self.acknowledge()
-        if self._already_revoked:
-            # The store was told of that.
-            return
         gone = self._gone(error)
         claims = self._extension.claims
         told = [] if claims is None or gone.pid is None else claims.told_by(gone.pid)
         if told:
+            # By the jobs that it had before.
             self._extension.tell(functools.partial(settle_told, told=told))
+        if self._already_revoked:
+            # The store was told of that.
+            return
         events.emit(
             events.RUNNER_GONE,
             job_id=self.id,

@@ -348,6 +348,22 @@ def test_what_a_child_had_told_before_it_died_is_settled_first(
     assert words(extension) == ["settle_told", "runner_lost"]
 
 
+def test_what_a_child_had_told_is_settled_though_its_last_job_was_revoked(
+    make_request: Callable[..., LeaseRequest], extension: Extension
+) -> None:
+    """Told once more, an unleased callback of the job before would run twice."""
+    first = accept(make_request())
+    first.on_claimed(CLAIM)
+    first.acknowledge()
+    state.task_ready(first)
+    second = accept(make_request())
+    second._already_revoked = True
+
+    second.on_failure(said(LOST))
+
+    assert words(extension) == ["settle_told"]
+
+
 def test_a_child_that_was_revoked_is_told_by_the_revocation(
     make_request: Callable[..., LeaseRequest], broker: Broker, extension: Extension
 ) -> None:
