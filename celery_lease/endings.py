@@ -143,11 +143,9 @@ def cancel_revoked(extension: Extension, store: Store, job_id: str) -> None:
     revocation.end_heard(extension, store, Revocation((job_id,)))
 
 
-def cancel_stamped(extension: Extension, store: Store, job_id: str, *, dispatch_count: int) -> None:
-    """End a job whose first message this worker has refused, for a stamp that it remembers."""
-    if transitions.cancel_dispatched(
-        store, job_id, dispatch_count=dispatch_count, reason=revocation.REASON
-    ):
+def cancel_remembered(extension: Extension, store: Store, job_id: str) -> None:
+    """End a job whose first message this worker has refused, for what it remembers."""
+    if transitions.cancel_dispatched(store, job_id, dispatch_count=1, reason=revocation.REASON):
         report_cancelled(job_id, worker=node_name(), reason=revocation.REASON)
         extension.reaper().settle_now(job_id)
 

@@ -31,8 +31,8 @@ from celery_lease.claims import Answer, Claim
 from celery_lease.deaths import death_reason
 from celery_lease.endings import (
     Gone,
+    cancel_remembered,
     cancel_revoked,
-    cancel_stamped,
     limit_exceeded,
     runner_lost,
     settle_told,
@@ -179,23 +179,27 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
 
         Celery goes by what this worker remembers and by this host's clock. Of a recorded job the
         store is asked, by the claim: it knows of revocations before this worker's start, of
-        ``resume`` after one, and has the clock that ``expires`` is counted on. A stamp that was
-        revoked before the job was submitted is in no store: what the worker remembers of it holds
-        for the job's first message.
+        ``resume`` after one, and has the clock that ``expires`` is counted on. What was revoked
+        before it was a job (a stamp; the id of a chain's next step, of a chord's body, of what is
+        enqueued and not committed) is in no store: what the worker remembers of it holds for the
+        job's first message.
         """
         if not self._is_recorded:
             return bool(super().revoked())
-        if not self._already_revoked and self._is_stamped_anew():
+        if not self._already_revoked and self._is_first() and self._is_remembered():
             request_logger.info("Discarding revoked task: %s[%s]", self.name, self.id)
             self._announce_revoked("revoked", terminated=False, signum=None, expired=False)
         return bool(self._already_revoked)
 
-    def _is_stamped_anew(self) -> bool:
-        """Tell whether it is a job's first message, and has a stamp that was revoked before."""
+    def _is_first(self) -> bool:
+        """Tell whether it is a job's first message; what ``resume`` sends never is."""
         headers = self._request_dict
-        if headers.get(VERSION_HEADER) != 1 or dispatch_count_of(headers) != 1:
-            return False
-        return is_stamped(headers.get("stamps"), state.revoked_stamps)
+        return headers.get(VERSION_HEADER) == 1 and dispatch_count_of(headers) == 1
+
+    def _is_remembered(self) -> bool:
+        """Tell whether this worker has heard its id, or a stamp of it, revoked."""
+        stamps = self._request_dict.get("stamps")
+        return self.id in state.revoked or is_stamped(stamps, state.revoked_stamps)
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
         """End the body of a revoked job at once; the store ends the job.
@@ -234,7 +238,7 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
             return
         word = functools.partial(cancel_revoked, job_id=self.id)
         if is_recorded and not terminated:
-            word = functools.partial(cancel_stamped, job_id=self.id, dispatch_count=1)
+            word = functools.partial(cancel_remembered, job_id=self.id)
         self._extension.tell(word)
 
     def _say_stopping(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, chord, group
+from celery import Celery, chain, chord, group
 from kombu.exceptions import OperationalError
 
 from celery_lease import install
@@ -332,6 +332,29 @@ def test_a_stamp_that_workers_remember_ends_what_is_submitted_later(
 
     assert_cancelled(stage, later, attempts=0)
     stage.wait_quiet()
+
+
+@pytest.mark.parametrize("how", ["chain", "chord"])
+def test_what_is_revoked_before_it_is_a_job_never_runs(
+    how: str, make_stage: Callable[..., Stage]
+) -> None:
+    """B079: the caller holds the id of a job that is submitted later; and ``resume`` runs it."""
+    stage = make_stage()
+    stage.worker(concurrency=1)
+    before = stage.signature({"wait": {"*": "go"}}, name="before")
+    canvas = chain if how == "chain" else lambda one, then: chord([one], then, app=stage.app)
+    sent = canvas(before, stage.signature({})).apply_async()
+    eventually(lambda: stage.ledger.read("begin", name="before"))
+
+    stage.app.control.revoke(sent.id, reply=True)
+    stage.ledger.open_gate("go")
+
+    eventually(lambda: stage.rows("job", "id = :id", id=sent.id))
+    assert_cancelled(stage, sent.id, attempts=0)
+    said = celery(stage, "lease", "resume", sent.id, "--reason", "wanted after all")
+    assert said.returncode == 0, said.stderr
+    assert stage.wait_state(sent.id, "succeeded")
+    assert len(stage.ledger.read("begin", job=sent.id)) == 1
 
 
 # --- what follows ---------------------------------------------------------------------------------

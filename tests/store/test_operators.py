@@ -252,6 +252,23 @@ def test_a_held_or_settled_job_is_resumed(store: Store, state: JobState) -> None
     assert [one.job_id for one in queries.undispatched(store, limit=9)] == ["job"]
 
 
+def test_the_next_message_of_a_resumed_job_is_never_its_first(store: Store) -> None:
+    """The first one is refused where its id is remembered as revoked."""
+    submitted(store, dispatched=False)
+    transitions.cancel(store, "job")
+    ended = job_row(store)
+    transitions.settle(store, [("job", ended["fencing_token"], ended["finished_at"])])
+    transitions.resume(store, "job", reason="again")
+
+    candidate = queries.dispatchable(store, "job")
+
+    assert candidate is not None
+    assert transitions.dispatch(store, candidate)
+    assert job_row(store)["dispatch_count"] == 2
+    with nothing_changes(store):
+        assert not transitions.cancel_dispatched(store, "job", dispatch_count=1, reason="x")
+
+
 def test_a_resumed_job_runs_under_the_next_token(store: Store) -> None:
     finished(store, running(store))
     transitions.resume(store, "job", reason="again")

@@ -142,6 +142,9 @@ def resume(
         "lost_count": 0,
         "failure_count": 0,
         "dispatched_at": None,
+        # Its next message is not its first: that one is refused where the id is remembered as
+        # revoked, also if it was cancelled before any message of it had left.
+        "dispatch_count": case((job.c.dispatch_count == 0, 1), else_=job.c.dispatch_count),
         "active_key": job.c.idempotency_key,
         "accepted_attempt": None,
         "accepted_late": None,
