@@ -205,7 +205,8 @@ class LeaseBackend(BaseBackend):  # type: ignore[misc]  # Celery has no types
         What Celery found expired is ended by the reaper, by the store's clock.
         """
         if reason != "expired" and self._may_be_job(task_id, request):
-            transitions.cancel(self._store, task_id, reason="revoked")
+            # Whoever revoked it has ended it; Celery may say so long after, when it was resumed.
+            transitions.cancel_dispatched(self._store, task_id, dispatch_count=1, reason="revoked")
         super().mark_as_revoked(
             task_id, reason, request=request, store_result=store_result, state=state
         )

@@ -17,13 +17,11 @@ from celery.states import READY_STATES
 
 from celery_lease import revocation
 from celery_lease.bookkeeping import is_chord_unsent
-from celery_lease.reaper import report_cancelled, report_vanished
+from celery_lease.reaper import report_vanished
 from celery_lease.records import Failure, Held
-from celery_lease.revocation import Revocation
 from celery_lease.runtime import owner_prefix
 from celery_lease.states import LossCause
 from celery_lease.store import queries, transitions
-from celery_lease.worker import node_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,16 +136,9 @@ def _has_outcome(backend: Any, job_id: str) -> bool:
         return False
 
 
-def cancel_revoked(extension: Extension, store: Store, job_id: str) -> None:
-    """End a job that Celery revoked, whichever worker forgets the revocation afterwards."""
-    revocation.end_heard(extension, store, Revocation((job_id,)))
-
-
-def cancel_remembered(extension: Extension, store: Store, job_id: str) -> None:
-    """End a job whose first message this worker has refused, for what it remembers."""
-    if transitions.cancel_dispatched(store, job_id, dispatch_count=1, reason=revocation.REASON):
-        report_cancelled(job_id, worker=node_name(), reason=revocation.REASON)
-        extension.reaper().settle_now(job_id)
+def cancel_first(extension: Extension, store: Store, job_id: str) -> None:
+    """End a job that this worker has refused to run, for what it remembers as revoked."""
+    revocation.end_first(extension, store, job_id)
 
 
 def _lease_of(store: Store, gone: Gone) -> Held | None:

@@ -31,8 +31,7 @@ from celery_lease.claims import Answer, Claim
 from celery_lease.deaths import death_reason
 from celery_lease.endings import (
     Gone,
-    cancel_remembered,
-    cancel_revoked,
+    cancel_first,
     limit_exceeded,
     runner_lost,
     settle_told,
@@ -236,10 +235,12 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         if expired:
             # What expired is ended by the reaper, by the store's clock.
             return
-        word = functools.partial(cancel_revoked, job_id=self.id)
-        if is_recorded and not terminated:
-            word = functools.partial(cancel_remembered, job_id=self.id)
-        self._extension.tell(word)
+        self._extension.tell(functools.partial(cancel_first, job_id=self.id))
+        if terminated and is_recorded:
+            # The revocation may be older than this attempt (a resume, and a worker that heard it
+            # late): one that the store has not ended goes on elsewhere.
+            gone = self._gone(WorkerLostError("its body was terminated"))
+            self._extension.tell(functools.partial(runner_lost, gone=gone))
 
     def _say_stopping(self) -> None:
         """Have the child know that the signal that ends its body is ours: it gives the job back."""

@@ -43,7 +43,9 @@ REASON = "revoked"
 COMMANDS = ("revoke", "terminate", "revoke_by_stamped_headers")
 #: Jobs whose headers are read at once.
 PAGE = 500
-#: What a broadcast says when its stamps have been looked for in the store: each worker need not.
+#: What a broadcast says when its jobs have been ended in the store: no worker need do it again, and
+#: one that hears it late must not, for a job may have been resumed since. A worker without
+#: celery-lease takes no notice of it.
 _STORED = "lease_stored"
 
 Stamps = Mapping[str, tuple[Any, ...]]
@@ -187,9 +189,8 @@ def _send_stored(
         ended = cancel_revoked(extension.store, revocation)
     except LeaseError as error:
         away = error
-    is_searched = bool(revocation.stamps) and away is None
     try:
-        answer = send({_STORED: True} if is_searched else {})
+        answer = send({_STORED: True} if away is None else {})
     finally:
         # After the broadcast, for it stops bodies; also without, for the jobs have ended.
         _close_books(extension, ended)
@@ -255,9 +256,7 @@ def _tell(
         logger.warning("lease.revocation.malformed problem=%r", error)
         return
     if revocation is not None:
-        word = functools.partial(
-            end_heard, revocation=Revocation() if is_stored else revocation, here=here
-        )
+        word = functools.partial(end_heard, revocation=None if is_stored else revocation, here=here)
         extension.tell(word)
 
 
@@ -272,19 +271,36 @@ def _deliveries_of(revocation: Revocation) -> list[str]:
 
 
 def end_heard(
-    extension: Extension, store: Store, revocation: Revocation, here: Sequence[str] = ()
+    extension: Extension, store: Store, revocation: Revocation | None, here: Sequence[str] = ()
 ) -> None:
     """End the jobs of a revocation that a worker was told of, and have Celery told.
 
     Args:
         extension: the app's extension.
         store: the store.
-        revocation: what it ends.
+        revocation: what it ends; None when who sent it has ended that in the store.
         here: jobs that this worker has in its hands. Who ended one of them may be no worker, and
-            send no events: this one does.
+            send no events: this one does. One that was submitted after its revocation was looked
+            for in the store, and came here before the revocation, has not been ended yet.
     """
-    ended = cancel_revoked(store, revocation)
+    if revocation is not None:
+        ended = cancel_revoked(store, revocation)
+        if ended:
+            extension.reaper().settle_many(ended)
+    else:
+        ended = [one for one in here if end_first(extension, store, one)]
     for job_id in queries.cancelled(store, [one for one in here if one not in ended]):
         report_cancelled(job_id, worker=node_name(), reason=REASON)
-    if ended:
-        extension.reaper().settle_many(ended)
+
+
+def end_first(extension: Extension, store: Store, job_id: str) -> bool:
+    """End a job for a revocation that may be older than a resume of it; True when it was ended.
+
+    Only a job whose first message is its last one, and which nobody has resumed: what is sent
+    later was sent by somebody who knew.
+    """
+    if not transitions.cancel_dispatched(store, job_id, dispatch_count=1, reason=REASON):
+        return False
+    report_cancelled(job_id, worker=node_name(), reason=REASON)
+    extension.reaper().settle_now(job_id)
+    return True

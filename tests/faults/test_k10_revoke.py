@@ -334,6 +334,32 @@ def test_a_stamp_that_workers_remember_ends_what_is_submitted_later(
     stage.wait_quiet()
 
 
+@pytest.mark.parametrize("how", ["control", "terminate"])
+def test_a_worker_that_hears_it_late_leaves_a_resumed_job_alone(
+    how: str, make_stage: Callable[..., Stage]
+) -> None:
+    """B080: it was frozen, or busy, or without its broker; the store was told when it was said."""
+    stage = make_stage()
+    late = stage.worker(concurrency=1, queues="elsewhere")
+    sent, fence = stage.send({"wait": {"*": "go"}}).id, stage.send({}, countdown=60).id
+    late.freeze()
+    revoke(stage, how, sent)
+    said = celery(stage, "lease", "resume", sent, "--reason", "wanted after all")
+    assert said.returncode == 0, said.stderr
+    stage.worker(concurrency=1)
+    stage.wait_begun(sent)
+
+    late.thaw()
+    with Celery("stranger", broker=stage.broker.url, set_as_current=False) as stranger:
+        stranger.control.revoke(fence)
+
+    assert_cancelled(stage, fence, attempts=0)
+    assert stage.job(sent)["state"] == "running"
+    stage.ledger.open_gate("go")
+    stage.wait_state(sent, "succeeded")
+    assert len(stage.ledger.read("begin", job=sent)) == 1
+
+
 @pytest.mark.parametrize("how", ["chain", "chord"])
 def test_what_is_revoked_before_it_is_a_job_never_runs(
     how: str, make_stage: Callable[..., Stage]

@@ -28,7 +28,7 @@ from celery_lease.extension import extension_of
 from celery_lease.lease import Lease, in_force
 from celery_lease.records import Claimed, Failure
 from celery_lease.states import LossCause
-from celery_lease.store import results, transitions
+from celery_lease.store import queries, results, transitions
 from celery_lease.store.transitions.results import FORGOTTEN
 from celery_lease.task import encode_error
 from tests.store.builders import again, claimed, parting, submitted
@@ -697,6 +697,29 @@ def test_a_revoked_job_is_cancelled_and_an_expired_one_is_left_to_the_store(
     assert standing is not None
     assert standing.state == "cancelled"
     assert backend.get_task_meta(tid)["status"] == "REVOKED"
+
+
+@pytest.mark.parametrize("who", ["a worker that hears it", "a replay"])
+def test_what_celery_says_of_a_revocation_ends_no_job_that_was_resumed(
+    backend: LeaseBackend, store: Store, tid: str, who: str
+) -> None:
+    submitted(store, tid, task="leased")
+    transitions.cancel(store, tid)
+    ended = queries.outcome(store, tid)
+    assert ended is not None
+    transitions.settle(store, [(tid, ended[0].fencing_token, ended[0].finished_at)])
+    transitions.resume(store, tid, reason="wanted after all")
+    candidate = queries.dispatchable(store, tid)
+    assert candidate is not None
+    assert transitions.dispatch(store, candidate)
+
+    request = None if who == "a worker that hears it" else request_of(tid, "leased")
+    backend.mark_as_revoked(tid, "revoked", request=request)
+
+    standing = results.standing(store, tid)
+    assert standing is not None
+    assert standing.state == "queued"
+    assert backend.get_task_meta(tid)["status"] == "PENDING"
 
 
 def test_forgetting_a_job_keeps_its_record(backend: LeaseBackend, store: Store, tid: str) -> None:

@@ -19,7 +19,7 @@ from celery import Celery
 from celery.worker import state
 from kombu.message import Message
 
-from celery_lease import LeasedTask
+from celery_lease import LeasedTask, endings
 from celery_lease.claims import Answer, Claim
 from celery_lease.extension import Extension, extension_of
 from celery_lease.messages import DISPATCH_HEADER, RECORDED_HEADER
@@ -373,6 +373,24 @@ def test_a_child_that_was_revoked_is_told_by_the_revocation(
     request.on_failure(said(LOST))
 
     assert (broker.told, words(extension)) == (["ack"], [])
+
+
+def test_a_terminated_body_is_ended_as_revoked_only_if_the_store_has_not_moved_on(
+    make_request: Callable[..., LeaseRequest], broker: Broker, extension: Extension
+) -> None:
+    """A worker that hears it late may have killed the body of a resumed job: that one goes on."""
+    request = accept(make_request())
+    request.on_claimed(CLAIM)
+    pool = Pool()
+
+    request.terminate(pool)
+    request.on_failure(said(LOST))
+
+    assert pool.terminated == [PID]
+    first, lost = _words(extension)
+    assert (first.func, first.keywords) == (endings.cancel_first, {"job_id": "job"})
+    assert lost.func is endings.runner_lost
+    assert (lost.keywords["gone"].lease, lost.keywords["gone"].dispatch_count) == (HELD, 2)
 
 
 def test_an_exit_of_a_child_that_was_cancelled_is_left_unacknowledged(
