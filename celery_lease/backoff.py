@@ -136,8 +136,7 @@ def redispatch_gap_seconds(queued_timeout_seconds: float, waited_seconds: float)
 
     Args:
         queued_timeout_seconds: the gap after the first dispatch.
-        waited_seconds: how long the job had been due when its last message was sent; before its
-            due time less than 0.
+        waited_seconds: from its first message since it was queued to its last.
 
     .. versionadded:: 0.1
     """

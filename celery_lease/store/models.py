@@ -38,6 +38,8 @@ class Job:
     """One line on why it is in this state."""
     fencing_token: Mapped[int]
     """The newest attempt's token, 0 before the first claim."""
+    resumed_token: Mapped[int | None]
+    """The token it had when it was last resumed; None when it never was."""
     lease_owner: Mapped[str | None]
     """The process that holds the lease; None unless running."""
     lost_count: Mapped[int]
@@ -58,6 +60,8 @@ class Job:
     """The version of its message that is in force."""
     dispatched_at: Mapped[datetime | None]
     """When its message was last put on the broker; None when it has to be put there."""
+    first_dispatched_at: Mapped[datetime | None]
+    """When it was first put there since it was queued; None until it is sent again."""
     dispatch_count: Mapped[int]
     """How often it was."""
     idempotency_key: Mapped[str | None]

@@ -16,7 +16,9 @@ that very message was sent (``transitions.claim``). Else a backlog's old copy of
 when a worker comes back, would say that the whole backlog has been overtaken.
 
 A job whose queue is not known (its exchange alone decides) has nothing to be compared with: time
-decides, as does the growing gap between two messages of one job everywhere.
+decides, as does the growing gap between two messages of one job everywhere. The gap grows with what
+was sent again, and not with how long a job waited for its first message: while the broker was away
+there was none to be lost.
 
 What it is not: these are statements and one decision; ``queries.unclaimed`` reads them.
 """
@@ -49,9 +51,10 @@ class SilentQueue:
         priority: as the messages have it, None without one.
         waiting_count: jobs whose message should be in it.
         probed_seconds: since the last probe of a job that waits still, None without one.
-        waited_seconds: how long the longest waiting job had been due by then, None without one.
-        news_seconds: from that probe to when the newest of the suspected jobs was due: more than
-            0 says that jobs came after it. None without a probe.
+        waited_seconds: how long the message that was sent first had waited by then, None
+            without one.
+        news_seconds: from that probe to when the newest of the suspected jobs was first sent: more
+            than 0 says that messages came after it. None without a probe.
     """
 
     queue: str
@@ -64,8 +67,8 @@ class SilentQueue:
     def is_due(self, queued_timeout_seconds: float) -> bool:
         """Tell whether probes are to be sent now.
 
-        Without one, at once. Otherwise after a gap that doubles, as it does for one job; yet a
-        job that came after the last probe would learn nothing from it, and does not wait for it.
+        Without one, at once. Otherwise after a gap that doubles, as it does for one job; yet what
+        was sent after the last probe would learn nothing from it, and does not wait for it.
         """
         if self.probed_seconds is None or (self.news_seconds or 0.0) > 0.0:
             return True
@@ -88,7 +91,7 @@ def overtaken(store: Store, candidates: Any, queued_timeout: float) -> Any:
     """Return the read of suspected jobs that later messages have overtaken, the oldest first."""
     job = store.tables.job
     newest = _claimed(store)
-    waited = SecondsBetween(job.c.available_at, job.c.dispatched_at)
+    waited = SecondsBetween(_first_at(job), job.c.dispatched_at)
     since = SecondsBetween(job.c.dispatched_at, clock_once())
     return (
         candidates.outerjoin_from(
@@ -111,17 +114,17 @@ def overtaken(store: Store, candidates: Any, queued_timeout: float) -> Any:
 def silent_queues(store: Store, queued_timeout: float) -> Any:
     """Return the read of what waits, by queue and priority: the rows of ``SilentQueue``."""
     job = store.tables.job
-    probed_at = func.max(case((_is_probed(job, queued_timeout), job.c.dispatched_at)))
+    probed_at = func.max(case((_is_probed(job), job.c.dispatched_at)))
     is_suspected = sa.and_(*_suspected(job, queued_timeout))
-    newest_due_at = func.max(case((is_suspected, job.c.available_at)))
+    newest_at = func.max(case((is_suspected, _first_at(job))))
     return (
         select(
             job.c.queue,
             job.c.priority,
             func.count().label("waiting_count"),
             SecondsBetween(probed_at, clock_once()).label("probed_seconds"),
-            SecondsBetween(func.min(job.c.available_at), probed_at).label("waited_seconds"),
-            SecondsBetween(probed_at, newest_due_at).label("news_seconds"),
+            SecondsBetween(func.min(_first_at(job)), probed_at).label("waited_seconds"),
+            SecondsBetween(probed_at, newest_at).label("news_seconds"),
         )
         .where(
             job.c.state == JobState.QUEUED.value,
@@ -129,7 +132,7 @@ def silent_queues(store: Store, queued_timeout: float) -> Any:
             job.c.queue.is_not(None),
         )
         .group_by(job.c.queue, job.c.priority)
-        .having(newest_due_at.is_not(None))
+        .having(newest_at.is_not(None))
     )
 
 
@@ -140,7 +143,7 @@ def probes(queue: SilentQueue, candidates: Any, job: Any, queued_timeout: float)
     merely slow, and one that no worker knows is not tried again and again. When all have been
     probed, the one that was longest ago.
     """
-    is_probed = _is_probed(job, queued_timeout)
+    is_probed = _is_probed(job)
     return candidates.where(
         *_suspected(job, queued_timeout),
         job.c.queue == queue.queue,
@@ -160,10 +163,15 @@ def _suspected(job: Any, queued_timeout: float) -> list[ColumnElement[bool]]:
     ]
 
 
-def _is_probed(job: Any, queued_timeout: float) -> ColumnElement[bool]:
-    """Tell that a job's last message was sent long after the job was due: not its first one."""
-    is_late: ColumnElement[bool] = job.c.dispatched_at >= Later(job.c.available_at, queued_timeout)
-    return is_late
+def _is_probed(job: Any) -> ColumnElement[bool]:
+    """Tell that a job's last message was not its first one since it was queued."""
+    is_sent_again: ColumnElement[bool] = job.c.first_dispatched_at.is_not(None)
+    return is_sent_again
+
+
+def _first_at(job: Any) -> Any:
+    """Return when a job that has been sent was first sent since it was queued."""
+    return func.coalesce(job.c.first_dispatched_at, job.c.dispatched_at)
 
 
 def _claimed(store: Store) -> Any:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
+#: The columns of revision 0003.
+SINCE = ("first_dispatched_at", "resumed_token")
+
 _STARTER = """
 import sys
 from celery_lease.store.engine import Store
@@ -189,6 +192,9 @@ def test_a_half_made_schema_is_completed(store: Store):
     """What a process killed in the middle leaves where every DDL statement commits."""
     store.tables.job.create(store.engine)
     with store.transaction() as connection:
+        for name in SINCE:
+            connection.execute(sa.text(f"ALTER TABLE celery_lease_job DROP COLUMN {name}"))
+    with store.transaction() as connection:
         index = next(i for i in store.tables.job.indexes if i.name == "celery_lease_job_due")
         index.drop(connection)
 
@@ -206,6 +212,8 @@ def test_a_store_of_the_first_revision_is_brought_to_the_head_with_its_rows(stor
             sa.insert(store.tables.completed_pass).values(id=1, finished_at=clock(), counts="{}")
         )
     store.tables.result.create(store.engine)
+    with store.transaction() as connection:
+        connection.execute(sa.text(f"ALTER TABLE celery_lease_job ADD COLUMN {SINCE[1]} BIGINT"))
     with store.transaction() as connection:
         next(iter(store.tables.result.indexes)).drop(connection)
 
@@ -412,7 +420,7 @@ def test_a_fork_while_a_thread_migrates_leaves_a_lock_that_opens():
     assert said.stdout == "0\n"
 
 
-@pytest.mark.parametrize("revision", ["0001_initial", "0002_results"])
+@pytest.mark.parametrize("revision", ["0001_initial", "0002_results", "0003_since"])
 def test_a_revision_does_not_read_the_schema_module(revision: str):
     """It is history: a column added to the schema must not appear in it."""
     source = importlib.resources.files(migrations) / "versions" / f"{revision}.py"

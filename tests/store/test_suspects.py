@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from celery_lease.backoff import MOST_PROBES, redispatch_gap_seconds
+from celery_lease.records import Dispatchable
 from celery_lease.store import queries, transitions
 from celery_lease.store.dialects import Later
 from tests.store.builders import (
     FAILURE,
+    again,
     claimed,
     finished,
     job_row,
@@ -209,7 +211,79 @@ def test_one_that_keeps_being_overtaken_is_sent_again_after_gaps_that_double(sto
     assert sent == pytest.approx([TIMEOUT, 3 * TIMEOUT, 7 * TIMEOUT], abs=TIMEOUT)
 
 
+@pytest.mark.parametrize("way", ["undispatched", "enqueued", "woken", "sent twice", "retried"])
+def test_what_was_sent_late_for_the_first_time_is_sent_again_as_soon_as_any(
+    store: Store, way: str
+) -> None:
+    """The broker was away for hours: in that time no message of the job was lost."""
+    silent(store, "probe")
+    if way == "enqueued":
+        submitted(store, "late", queue="q", dispatched=False)
+    elif way == "woken":
+        submitted(store, "late", queue="q", delay_seconds=5.0)
+        move_back(store, "late", 100)
+        assert transitions.wake(store, limit=9, dispatched_grace_seconds=1.0) == ["late"]
+    else:
+        submitted(store, "late", queue="q")
+        if way == "sent twice":
+            sent_again_at_once(store, "late")
+        transitions.undispatch(
+            store, "late", dispatch_count=job_row(store, "late")["dispatch_count"]
+        )
+    move_back(store, "late", 20 * TIMEOUT)
+    [found] = queries.undispatched(store, limit=9)
+    assert transitions.dispatch(store, found)
+    if way == "retried":
+        # Its body ran long after that, and its next message is the first one of a new wait.
+        move_back(store, "late", 2 * TIMEOUT)
+        sent_again_at_once(store, "late")
+        lease = claimed(store, "late", dispatch_count=job_row(store, "late")["dispatch_count"])
+        next_run = again(queue="q", delay_seconds=0.0)
+        transitions.retry_later(store, lease, parting(failure=FAILURE), next_run)
+
+    move_back(store, "late", TIMEOUT - 20)
+    finished(store, claimed(store, submitted(store, "later", queue="q")))
+    assert unclaimed(store) == []
+    move_back(store, "late", 40)
+
+    assert send(store) == ["late"]
+    # And from then on the gap doubles, as everywhere.
+    move_back(store, "late", TIMEOUT + 20)
+    finished(store, claimed(store, submitted(store, "last", queue="q")))
+    assert unclaimed(store) == []
+    move_back(store, "late", TIMEOUT + 100)
+    assert send(store) == ["late"]
+
+
+def sent_again_at_once(store: Store, job_id: str) -> None:
+    """Send a job again, as the pass does, whether or not it is suspected."""
+    row = job_row(store, job_id)
+    assert transitions.dispatch(
+        store,
+        Dispatchable(job_id, row["task"], row["dispatch_count"], row["message_version"], "q"),
+    )
+
+
 # --- probes -------------------------------------------------------------------------------------
+
+
+def test_what_was_sent_late_for_the_first_time_is_no_probe(store: Store) -> None:
+    """The broker was away for hours: the first messages after that have told nothing yet."""
+    for number in range(3):
+        submitted(store, f"job{number}", queue="q", dispatched=False)
+        move_back(store, f"job{number}", (30 - number) * TIMEOUT)
+    for found in queries.undispatched(store, limit=9):
+        assert transitions.dispatch(store, found)
+    assert unclaimed(store) == []
+
+    pass_time(store, TIMEOUT + 20)
+
+    [probed] = send(store)
+    pass_time(store, TIMEOUT + 20)
+    assert unclaimed(store) == []
+    pass_time(store, TIMEOUT + 100)
+    [second] = send(store)
+    assert probed != second
 
 
 def test_a_silent_queue_gets_few_probes_and_they_are_the_last_that_came(store: Store) -> None:
@@ -295,7 +369,7 @@ def test_what_is_lost_is_preferred_to_probes(store: Store) -> None:
     silent(store, "probe")
     sent_ago(store, "lost", 2 * TIMEOUT)
     set_job(store, "silent", dispatched_at=store_now(store) - timedelta(seconds=3 * TIMEOUT))
-    set_job(store, "silent", available_at=store_now(store) - timedelta(seconds=3 * TIMEOUT))
+    set_job(store, "silent", first_dispatched_at=None)
     claimed(store, sent_ago(store, "later", 0))
 
     assert unclaimed(store, limit=1) == ["lost"]
@@ -339,9 +413,7 @@ def backlog(store: Store, count: int) -> None:
 def shift(store: Store, seconds: float) -> None:
     """Let time pass for all jobs of ``backlog`` at once."""
     table = store.tables.job
-    moved = {
-        column: Later(column, -seconds)
-        for column in (table.c.created_at, table.c.available_at, table.c.dispatched_at)
-    }
+    columns = ("created_at", "available_at", "first_dispatched_at", "dispatched_at")
+    moved = {table.c[name]: Later(table.c[name], -seconds) for name in columns}
     with store.engine.begin() as connection:
         connection.execute(table.update().values(moved))

@@ -34,7 +34,7 @@ from celery_lease.exceptions import SchemaMismatch, StoreUnavailable
 from celery_lease.store.engine import RowBusy, Store
 
 #: Every revision this code knows, the oldest first; a test compares it with ``versions/``.
-REVISIONS: Final = ("0001", "0002")
+REVISIONS: Final = ("0001", "0002", "0003")
 #: The revision this code works with.
 HEAD: Final[str] = REVISIONS[-1]
 

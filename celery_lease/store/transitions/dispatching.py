@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 import sqlalchemy as sa
-from sqlalchemy import tuple_
+from sqlalchemy import case, tuple_
 
 from celery_lease.records import Dispatchable
 from celery_lease.states import JobState
@@ -35,6 +35,10 @@ def dispatch(store: Store, candidate: Dispatchable, *, replay: bool = False) -> 
         # Scheduled: what was enqueued with a countdown, and is sent for the first time.
         else [job.c.state.in_([JobState.QUEUED.value, JobState.SCHEDULED.value])]
     )
+    # What is not dispatched is sent for the first time since it was queued, however long ago that
+    # was: the gaps between its messages count from now (``suspects``).
+    is_sent_again = job.c.dispatched_at.is_not(None)
+    first_at = sa.func.coalesce(job.c.first_dispatched_at, job.c.dispatched_at)
     statement = (
         sa.update(job)
         .where(
@@ -43,7 +47,12 @@ def dispatch(store: Store, candidate: Dispatchable, *, replay: bool = False) -> 
             job.c.message_version == candidate.message_version,
             unindexed(*expected),
         )
-        .values(dispatched_at=clock(), dispatch_count=candidate.dispatch_count + 1)
+        # In this order: MySQL would see the new ``dispatched_at``.
+        .ordered_values(
+            (job.c.first_dispatched_at, case((is_sent_again, first_at))),
+            (job.c.dispatched_at, clock()),
+            (job.c.dispatch_count, candidate.dispatch_count + 1),
+        )
     )
 
     def work() -> bool:

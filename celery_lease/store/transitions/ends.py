@@ -75,6 +75,7 @@ def _again_values(store: Store) -> dict[Any, Any]:
         job.c.dispatched_at: case(
             (bindparam("p_dispatched", type_=sa.Integer) == 1, clock()), else_=sa.null()
         ),
+        job.c.first_dispatched_at: sa.null(),
         job.c.dispatch_count: job.c.dispatch_count + bindparam("p_dispatched", type_=sa.Integer),
     }
 
