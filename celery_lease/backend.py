@@ -215,11 +215,18 @@ class LeaseBackend(BaseBackend):  # type: ignore[misc]  # Celery has no types
         transitions.forget_result(self._store, task_id)
 
     def cleanup(self) -> None:
-        """Remove what is older than ``result_expires``; jobs have a retention of their own."""
+        """Remove what is older than ``result_expires``; jobs have a retention of their own.
+
+        A chord that waits is taken for abandoned no sooner than ``lease_keep_failed``.
+        """
         if not self.expires:
             return
-        seconds, batch = float(self.expires), self._extension.settings.reaper_batch
-        while transitions.prune_results(self._store, seconds=seconds, limit=batch):
+        seconds, settings = float(self.expires), self._extension.settings
+        kept = settings.keep_failed
+        waiting = None if kept is None else max(seconds, kept)
+        while transitions.prune_results(
+            self._store, seconds=seconds, waiting_seconds=waiting, limit=settings.reaper_batch
+        ):
             pass
 
     # -- reading -------------------------------------------------------------------------------

@@ -182,9 +182,30 @@ GUARDS = (
     ),
     Guard(
         "chord: one that counts is not pruned",
+        "_given_up",
+        "~fresh, ",
+        "",
+        "test_results.py",
+    ),
+    Guard(
+        "chord: one that has a part to come is not pruned",
+        "_given_up",
+        ", chord.c.id.not_in(coming)",
+        "",
+        "test_results.py",
+    ),
+    Guard(
+        "chord: one that waits is not pruned like a fired one",
         "prune_results",
-        "seconds, limit, ~fresh",
+        "seconds, limit, fired",
         "seconds, limit",
+        "test_results.py",
+    ),
+    Guard(
+        "chord: other jobs have nothing to do with it",
+        "_given_up",
+        "job.c.settled_at.is_(None), ",
+        "",
         "test_results.py",
     ),
     Guard(

@@ -8,13 +8,23 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 
 from celery_lease.records import Failure
 from celery_lease.store import results, transitions
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions.results import FORGOTTEN
-from tests.store.builders import at_once, parting, running
+from tests.store.builders import (
+    at_once,
+    claimed,
+    finished,
+    parting,
+    running,
+    set_job,
+    store_now,
+    submitted,
+)
 
 LoseReplies = Callable[[Store, int], AbstractContextManager[None]]
 
@@ -309,7 +319,7 @@ def test_a_fired_chord_is_claimed_by_nobody_and_its_parts_are_gone(store: Store)
 
 
 def prune(store: Store, limit: int = 10) -> int:
-    return transitions.prune_results(store, seconds=100, limit=limit)
+    return transitions.prune_results(store, seconds=100, waiting_seconds=200, limit=limit)
 
 
 def test_what_is_old_is_removed_and_what_is_not_is_left(store: Store):
@@ -341,17 +351,61 @@ def test_a_chord_that_still_counts_is_left(store: Store):
     chord, part = store.tables.chord, store.tables.chord_part
     transitions.size_chord(store, "c", size=3)
     count(store, "a")
-    age(store, chord, "created_at", 101)
-    age(store, part, "stored_at", 101)
+    age(store, chord, "created_at", 201)
+    age(store, part, "stored_at", 201)
     count(store, "b")
 
     assert prune(store) == 0
-    age(store, part, "stored_at", 101)
+    age(store, part, "stored_at", 201)
     assert prune(store) >= 1
 
     while prune(store):
         pass
     assert (rows(store, chord), rows(store, part)) == ([], [])
+
+
+def test_a_chord_of_which_nothing_was_heard_is_left_for_longer_than_a_result(store: Store):
+    """Its one part may be the last step of a chain whose first one takes days."""
+    transitions.size_chord(store, "c", size=1)
+    age(store, store.tables.chord, "created_at", 101)
+
+    assert prune(store) == 0
+    assert transitions.prune_results(store, seconds=100, waiting_seconds=None, limit=10) == 0
+    age(store, store.tables.chord, "created_at", 100)
+    assert transitions.prune_results(store, seconds=100, waiting_seconds=None, limit=10) == 0
+    assert prune(store) == 1
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "unsettled"])
+def test_a_chord_is_left_while_a_leased_part_of_it_is_to_come(store: Store, state: str):
+    chord, part = store.tables.chord, store.tables.chord_part
+    transitions.size_chord(store, "c", size=2)
+    count(store, "a")
+    submitted(store, "other", group_id="another chord")
+    submitted(store, group_id="c")
+    lease = None if state == "queued" else claimed(store)
+    if lease is not None and state == "unsettled":
+        finished(store, lease, settled=False)
+    age(store, chord, "created_at", 9999)
+    age(store, part, "stored_at", 9999)
+
+    assert prune(store) == 0
+
+    assert len(rows(store, part)) == 1
+    if state == "unsettled":
+        set_job(store, settled_at=store_now(store))
+    else:
+        finished(store, claimed(store) if lease is None else lease)
+    assert prune(store) == 2
+
+
+def test_what_a_fired_chord_leaves_is_removed_with_the_results(store: Store):
+    submitted(store, group_id="c")
+    transitions.size_chord(store, "c", size=1)
+    transitions.close_chord(store, "c")
+    age(store, store.tables.chord, "created_at", 101)
+
+    assert prune(store) == 1
 
 
 def test_what_a_replay_left_of_a_fired_chord_is_removed(store: Store):

@@ -255,15 +255,20 @@ def close_chord(store: Store, chord_id: str) -> None:
 # -- the end of it ---------------------------------------------------------------------------
 
 
-def prune_results(store: Store, *, seconds: float, limit: int) -> int:
+def prune_results(
+    store: Store, *, seconds: float, waiting_seconds: float | None, limit: int
+) -> int:
     """Remove results, groups and chords older than so many seconds (``result_expires``).
 
-    A chord that still waits stays as long as its newest part is younger. Results of leased jobs
-    go with their jobs (``prune``).
+    A chord whose body was not published yet may wait for a long step of a chain, of which no row
+    says that it belongs to the chord. So it stays for longer, and in any case while a leased part
+    of it is not settled, or its newest part is younger. Results of leased jobs go with their jobs
+    (``prune``).
 
     Args:
         store: the store.
         seconds: their age.
+        waiting_seconds: the age of a chord that waits, None for ever; not below ``seconds``.
         limit: rows of a kind at most; call again while something was removed.
 
     Returns:
@@ -274,13 +279,26 @@ def prune_results(store: Store, *, seconds: float, limit: int) -> int:
     for table in (tables.result, tables.group):
         removed += _remove(store, table, table.c.stored_at, seconds, limit)
     chord, part = tables.chord, tables.chord_part
-    fresh = sa.exists().where(
-        part.c.chord_id == chord.c.id, part.c.stored_at >= Later(clock_once(), -seconds)
-    )
-    removed += _remove(store, chord, chord.c.created_at, seconds, limit, ~fresh)
+    fired = chord.c.fired_at.is_not(None)
+    removed += _remove(store, chord, chord.c.created_at, seconds, limit, fired)
+    if waiting_seconds is not None:
+        given_up = _given_up(store, waiting_seconds)
+        removed += _remove(store, chord, chord.c.created_at, waiting_seconds, limit, *given_up)
     # Also what a late replay left of a chord that had gone.
     waits = sa.exists().where(chord.c.id == part.c.chord_id, chord.c.fired_at.is_(None))
     return removed + _remove(store, part, part.c.stored_at, seconds, limit, ~waits)
+
+
+def _given_up(store: Store, waiting_seconds: float) -> list[Any]:
+    """Return the condition of a chord whose parts have not been heard of, and will not be."""
+    chord, part, job = store.tables.chord, store.tables.chord_part, store.tables.job
+    fresh = sa.exists().where(
+        part.c.chord_id == chord.c.id, part.c.stored_at >= Later(clock_once(), -waiting_seconds)
+    )
+    # Not settled: it runs or will run, or its word has still to come. Not correlated: groups have
+    # no index, and so the jobs are read once, if at all.
+    coming = select(job.c.group_id).where(job.c.settled_at.is_(None), job.c.group_id.is_not(None))
+    return [chord.c.fired_at.is_(None), ~fresh, chord.c.id.not_in(coming)]
 
 
 def _remove(
