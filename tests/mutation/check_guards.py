@@ -188,6 +188,20 @@ GUARDS = (
         "test_results.py",
     ),
     Guard(
+        "forgotten: goes with its job",
+        "prune_results",
+        "seconds, limit, said",
+        "seconds, limit",
+        "test_results.py",
+    ),
+    Guard(
+        "forgotten: only that goes with a job",
+        "_remove_batch",
+        ".in_(ids), forgotten",
+        ".in_(ids)",
+        "test_results.py",
+    ),
+    Guard(
         "chord: one that has a part to come is not pruned",
         "_given_up",
         ", chord.c.id.not_in(coming)",

@@ -338,6 +338,48 @@ def test_what_is_old_is_removed_and_what_is_not_is_left(store: Store):
     assert prune(store) == 0
 
 
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_job_that_was_forgotten_stays_so_until_it_goes(store: Store, *, settled: bool):
+    job_id = ended(store, settled=settled)
+    transitions.forget_result(store, job_id)
+    transitions.keep_result(store, "other", status="SUCCESS", meta=b"1")
+    age(store, store.tables.result, "stored_at", 101)
+
+    assert prune(store) == 1
+
+    assert kept(store, job_id) == (FORGOTTEN, None, 1)
+    set_job(store, settled_at=store_now(store))
+    age(store, store.tables.job, "finished_at", 101)
+    assert prune_jobs(store) == 1
+    assert rows(store, store.tables.result) == []
+
+
+def test_what_a_task_without_a_lease_gave_does_not_go_with_a_job(store: Store):
+    """It stands in for the job, under the same id, and may be younger."""
+    job_id = ended(store, settled=True)
+    transitions.keep_result(store, job_id, status="SUCCESS", meta=b"1", fencing_token=1)
+    age(store, store.tables.job, "finished_at", 101)
+
+    assert prune_jobs(store) == 1
+
+    assert kept(store, job_id) == ("SUCCESS", b"1", 1)
+
+
+def test_the_word_that_a_job_was_forgotten_does_not_outlive_it(store: Store):
+    """One that somebody removed by hand."""
+    job_id = ended(store, settled=True)
+    transitions.forget_result(store, job_id)
+    age(store, store.tables.result, "stored_at", 101)
+    with store.engine.begin() as connection:
+        connection.execute(sa.delete(store.tables.job))
+
+    assert prune(store) == 1
+
+
+def prune_jobs(store: Store) -> int:
+    return transitions.prune(store, succeeded_seconds=100, failed_seconds=100, limit=10)
+
+
 def test_a_batch_has_a_limit(store: Store):
     for number in range(3):
         transitions.keep_result(store, f"t{number}", status="SUCCESS", meta=b"1")

@@ -263,7 +263,7 @@ def prune_results(
     A chord whose body was not published yet may wait for a long step of a chain, of which no row
     says that it belongs to the chord. So it stays for longer, and in any case while a leased part
     of it is not settled, or its newest part is younger. Results of leased jobs go with their jobs
-    (``prune``).
+    (``prune``), and so does the word that one was forgotten.
 
     Args:
         store: the store.
@@ -276,8 +276,11 @@ def prune_results(
     """
     tables = store.tables
     removed = 0
-    for table in (tables.result, tables.group):
-        removed += _remove(store, table, table.c.stored_at, seconds, limit)
+    result, group, job = tables.result, tables.group, tables.job
+    # Else a job that was forgotten would be remembered.
+    said = sa.or_(result.c.status != FORGOTTEN, ~sa.exists().where(job.c.id == result.c.task_id))
+    removed += _remove(store, result, result.c.stored_at, seconds, limit, said)
+    removed += _remove(store, group, group.c.stored_at, seconds, limit)
     chord, part = tables.chord, tables.chord_part
     fired = chord.c.fired_at.is_not(None)
     removed += _remove(store, chord, chord.c.created_at, seconds, limit, fired)

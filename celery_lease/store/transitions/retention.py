@@ -10,6 +10,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from celery_lease.states import JobState
 from celery_lease.store.dialects import Later, clock, clock_once
 from celery_lease.store.engine import Store
+from celery_lease.store.transitions.results import FORGOTTEN
 from celery_lease.store.transitions.statements import FINAL, clean
 
 
@@ -60,6 +61,8 @@ def prune(
 
 def _remove_batch(store: Store, old: list[ColumnElement[bool]], limit: int) -> int:
     job, message, attempt = store.tables.job, store.tables.message, store.tables.attempt
+    result = store.tables.result
+    forgotten = result.c.status == FORGOTTEN
     guard = [job.c.settled_at.is_not(None), *old]
     free = (
         select(job.c.id)
@@ -78,6 +81,7 @@ def _remove_batch(store: Store, old: list[ColumnElement[bool]], limit: int) -> i
                 return 0
             connection.execute(sa.delete(message).where(message.c.job_id.in_(ids)))
             connection.execute(sa.delete(attempt).where(attempt.c.job_id.in_(ids)))
+            connection.execute(sa.delete(result).where(result.c.task_id.in_(ids), forgotten))
             return int(connection.execute(sa.delete(job).where(job.c.id.in_(ids), *guard)).rowcount)
 
     return store.retrying(work)
