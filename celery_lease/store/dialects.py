@@ -263,6 +263,8 @@ class Trouble(Enum):
 
     TRANSIENT = "transient"
     """Another transaction was in the way: the same call again, at once, may succeed."""
+    LOCKED = "locked"
+    """The same, after a wait of as long as a statement may wait."""
     UNAVAILABLE = "unavailable"
     """The database cannot be reached, or refuses this client."""
     SCHEMA = "schema"
@@ -339,10 +341,12 @@ def insert_if_absent(table: sa.Table) -> Any:
 
 def _postgresql_trouble(error: BaseException) -> Trouble:
     code = getattr(error, "sqlstate", None)
-    # 40001 serialization, 40P01 deadlock, 55P03 lock not available, 57014 statement cancelled
-    # (by an administrator's statement_timeout, say).
-    if code in ("40001", "40P01", "55P03", "57014"):
+    # 40001 serialization, 40P01 deadlock, 57014 statement cancelled (by an administrator's
+    # statement_timeout, say), 55P03 lock not available.
+    if code in ("40001", "40P01", "57014"):
         return Trouble.TRANSIENT
+    if code == "55P03":
+        return Trouble.LOCKED
     if code in ("42P01", "42703", "3F000"):
         return Trouble.SCHEMA
     if code is None and type(error).__name__ not in ("OperationalError", "InterfaceError"):
@@ -383,22 +387,29 @@ PREPARE_THRESHOLD = 5
 
 
 def _postgresql_prepare(engine: Engine, given: Mapping[str, Any]) -> None:
-    if engine.dialect.driver != "psycopg" or "prepare_threshold" in given:
+    if engine.dialect.driver != "psycopg":
         return
 
     @event.listens_for(engine, "connect")
     def set_up(connection: Any, record: object) -> None:
-        """Have statements prepared where this connection is the server's own.
+        """Bound lock waits, and have statements prepared, where this is the server's own.
 
-        Planning a claim takes the server longer than running it. Behind PgBouncer the backend
-        is another one than the client was told of, and may be another at each transaction: a
-        prepared statement would not be there.
+        A statement that is its own transaction waits for a lock no longer than one in
+        ``transaction()`` does, unless a bound was set already. Planning a claim takes the server
+        longer than running it. Behind PgBouncer the backend is another one than the client was
+        told of, and may be another at each transaction: a prepared statement would not be there,
+        and a bound would be another client's.
         """
         del record
         was, connection.autocommit = connection.autocommit, True
-        row = connection.execute("SELECT pg_backend_pid()").fetchone()
+        # One round trip. CASE looks first, and sets only then.
+        (is_own,) = connection.execute(
+            f"SELECT CASE WHEN pg_backend_pid() <> {connection.info.backend_pid} THEN false "
+            "WHEN current_setting('lock_timeout') <> '0' THEN true "
+            f"ELSE set_config('lock_timeout', '{LOCK_WAIT_SECONDS}s', false) <> '' END"
+        ).fetchone()
         connection.autocommit = was
-        if row[0] == connection.info.backend_pid:
+        if is_own and "prepare_threshold" not in given:
             connection.prepare_threshold = PREPARE_THRESHOLD
 
 
@@ -430,7 +441,10 @@ _POSTGRESQL = Dialect(
         ),
     ),
     # The transaction's own advisory lock: it also works behind PgBouncer.
-    lock_migrations="SELECT pg_advisory_xact_lock(7305121949071266631)",
+    # A migration may take long: whoever comes second waits for as long as that.
+    lock_migrations=(
+        "SELECT set_config('lock_timeout', '0', true), pg_advisory_xact_lock(7305121949071266631)"
+    ),
 )
 
 
@@ -439,6 +453,7 @@ _POSTGRESQL = Dialect(
 
 #: Errors that the client library makes: refused, gone away, lost during a query.
 _MYSQL_CLIENT_ERRORS = range(2000, 3000)
+_MYSQL_LOCK_WAIT = 1205
 #: Errors of the server about connecting, logging in, shutting down, packets, read only, killed.
 _MYSQL_UNAVAILABLE = frozenset(
     {0, 1040, 1044, 1045, 1049, 1053, 1129, 1130, 1152, 1158, 1159, 1160, 1161, 1184, 1290}
@@ -448,10 +463,12 @@ _MYSQL_UNAVAILABLE = frozenset(
 
 def _mysql_trouble(error: BaseException) -> Trouble:
     code = error.args[0] if error.args and isinstance(error.args[0], int) else None
-    # 1205 lock wait, 1213 deadlock, 3572 NOWAIT, 1020 changed since last read (MariaDB 11);
+    # 1213 deadlock, 3572 NOWAIT, 1020 changed since last read (MariaDB 11);
     # 1317, 1969, 3024: the statement was killed, or took longer than an administrator allows.
-    if code in (1205, 1213, 3572, 1020, 1317, 1969, 3024):
+    if code in (1213, 3572, 1020, 1317, 1969, 3024):
         return Trouble.TRANSIENT
+    if code == _MYSQL_LOCK_WAIT:
+        return Trouble.LOCKED
     if code in (1146, 1054, 1051):
         return Trouble.SCHEMA
     if code is None or code in _MYSQL_CLIENT_ERRORS or code in _MYSQL_UNAVAILABLE:
@@ -530,7 +547,7 @@ def _sqlite_trouble(error: BaseException) -> Trouble:
     if "no such table" in text or "no such column" in text or "has no column" in text:
         return Trouble.SCHEMA
     if "locked" in text or "busy" in text:
-        return Trouble.TRANSIENT
+        return Trouble.LOCKED
     if "not a database" in text or "malformed" in text:
         return Trouble.UNAVAILABLE
     return Trouble.UNAVAILABLE if isinstance(error, sqlite3.OperationalError) else Trouble.OTHER

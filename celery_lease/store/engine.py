@@ -41,6 +41,12 @@ FIRST_WAIT_SECONDS = 0.02
 LONGEST_WAIT_SECONDS = 1.0
 
 
+_LOCKED = (
+    "an open transaction holds a row or an idempotency key that this needs: end it first, or do "
+    "this by enqueue() in that transaction"
+)
+
+
 class RowBusy(Exception):
     """Raised inside a transition when another transaction holds the row it needs."""
 
@@ -260,6 +266,8 @@ class _Translated:
                 "its tables",
                 f"{_one_line(error.orig)}; run: celery -A yourapp lease migrate",
             ) from error
+        if trouble is dialects.Trouble.LOCKED:
+            raise _Again(f"{_one_line(error.orig)} ({_LOCKED})") from error
         if trouble is not dialects.Trouble.OTHER or error.connection_invalidated:
             raise _Again(_one_line(error.orig)) from error
 

@@ -233,6 +233,37 @@ def test_statements_are_prepared_on_a_connection_of_the_servers_own_and_not_behi
     assert (threshold(on_postgresql), threshold(behind_pgbouncer)) == (PREPARE_THRESHOLD, None)
 
 
+def test_a_single_statement_waits_no_longer_for_a_lock_than_one_in_a_transaction(
+    on_postgresql: Store, behind_pgbouncer: Store, postgresql_url: str
+) -> None:
+    """Behind PgBouncer the bound would be another client's; and what was set before stays."""
+    set_by_user = Store(
+        url=postgresql_url,
+        engine_options={"connect_args": {"options": "-c lock_timeout=7s"}},
+    )
+
+    def bound(store: Store) -> str:
+        with store.single() as connection:
+            return str(connection.execute(sa.text("SHOW lock_timeout")).scalar_one())
+
+    stores = (on_postgresql, behind_pgbouncer, set_by_user)
+    assert [bound(store) for store in stores] == ["2s", "0", "7s"]
+    set_by_user.close()
+
+
+def test_a_single_statement_is_still_one_round_trip(on_postgresql: Store) -> None:
+    seen: list[str] = []
+    with on_postgresql.single() as connection:
+        sa.event.listen(
+            on_postgresql.base_engine,
+            "before_cursor_execute",
+            lambda _c, _cursor, statement, *_: seen.append(statement),
+        )
+        connection.execute(sa.text("SELECT 1"))
+
+    assert seen == ["SELECT 1"]
+
+
 def test_what_the_user_says_of_prepared_statements_wins(postgresql_url: str) -> None:
     options = {"connect_args": {"prepare_threshold": None}}
     store = Store(url=postgresql_url, engine_options=options)
@@ -415,7 +446,7 @@ class OperationalError(_Coded):
     [
         (_Coded("40001"), Trouble.TRANSIENT),
         (_Coded("40P01"), Trouble.TRANSIENT),
-        (_Coded("55P03"), Trouble.TRANSIENT),
+        (_Coded("55P03"), Trouble.LOCKED),
         (_Coded("57014"), Trouble.TRANSIENT),
         (_Coded("42P01"), Trouble.SCHEMA),
         (_Coded("42703"), Trouble.SCHEMA),
@@ -436,7 +467,7 @@ def test_a_code_of_postgresql_says_what_to_do(error: Exception, trouble: Trouble
 @pytest.mark.parametrize(
     ("code", "trouble"),
     [
-        (1205, Trouble.TRANSIENT),
+        (1205, Trouble.LOCKED),
         (1213, Trouble.TRANSIENT),
         (1020, Trouble.TRANSIENT),
         (1317, Trouble.TRANSIENT),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from celery_lease.exceptions import StoreUnavailable
 from celery_lease.records import Existing
 from celery_lease.store import queries, transitions
 from celery_lease.store.callers import ConnectionCaller, place_of
@@ -95,4 +96,42 @@ def test_the_holder_of_a_key_is_not_locked(row_store: Store) -> None:
         assert transitions.cancel(store, "one", reason="a test")
 
     assert job_row(store, "one")["active_key"] is None
+    engine.dispose()
+
+
+def test_a_holder_whose_time_is_over_is_not_locked(row_store: Store) -> None:
+    """Its worker settles it at that moment, in the thread that renews all its leases."""
+    store, engine = row_store, sa.create_engine(row_store._url)
+    succeeded_keyed(store)
+
+    with engine.connect() as connection:
+        caller = ConnectionCaller(connection)
+        place = place_of(store, caller, prepare=lambda: None)
+        assert transitions.enqueue(store, place, caller, keyed_job("two", retention=0.0)) is None
+        holder = store.tables.job.c.id == "one"
+        with engine.begin() as other:
+            other.execute(
+                sa.select(store.tables.job.c.id).where(holder).with_for_update(nowait=True)
+            ).one()
+        connection.rollback()
+
+    # It was true whatever became of the one that wanted the key.
+    assert job_row(store, "one")["active_key"] is None
+    assert committed(store, "two") == []
+    engine.dispose()
+
+
+def test_who_meets_a_key_of_an_open_transaction_is_told_and_does_not_hang(
+    row_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, engine = row_store, sa.create_engine(row_store._url)
+    retrying = store.retrying
+    monkeypatch.setattr(store, "retrying", lambda work, **_: retrying(work, tries=2))
+
+    with calling(store, engine) as enqueue:
+        assert enqueue(keyed_job("one")) is None
+        with pytest.raises(StoreUnavailable, match="an open transaction holds a row"):
+            transitions.submit_keyed(store, keyed_job("two"))
+
+    assert transitions.submit_keyed(store, keyed_job("two")) == Existing("one")
     engine.dispose()

@@ -502,7 +502,7 @@ def test_a_key_goes_back_with_a_rollback(place: Place) -> None:
     assert place.copies(result) == 1
 
 
-def test_a_holder_whose_time_is_over_gives_its_key_up_with_the_commit(place: Place) -> None:
+def test_a_holder_whose_time_is_over_gives_its_key_up(place: Place) -> None:
     key, task = f"over-{place.kind}", place.site.task("k.until_final")
     first = task.apply_async((key,), idempotency_key=key)
     job = place.site.tables.job
@@ -512,7 +512,9 @@ def test_a_holder_whose_time_is_over_gives_its_key_up_with_the_commit(place: Pla
 
     with place.engine.connect() as connection:
         given_up = task.enqueue(connection, (key,), idempotency_key=key)
-    assert place.site.job(first.id)["active_key"] == key
+    # On SQLite, where the caller is the one writer, with his commit; else before.
+    held = place.site.job(first.id)["active_key"]
+    assert held == (key if place.kind == "sqlite" else None)
     with place.engine.begin() as connection:
         second = task.enqueue(connection, (key,), idempotency_key=key)
 

@@ -152,7 +152,7 @@ def _take_lock(store: Store, connection: Connection) -> None:
     if store.dialect.lock_migrations is None:
         return
     answer = connection.exec_driver_sql(store.dialect.lock_migrations).scalar()
-    # pg_advisory_xact_lock returns nothing, GET_LOCK 1; or 0 after its timeout.
+    # PostgreSQL's returns no number, GET_LOCK 1; or 0 after its timeout.
     if answer == 0:
         message = "another process has been migrating it for a minute"
         raise RowBusy(message)

@@ -3,8 +3,8 @@
 What it writes is what ``submit`` and ``submit_keyed`` write, with two differences. An error of
 the database would end the caller's transaction (PostgreSQL), and so a row that is there already
 must not be one. And no lock may be left, until the caller is done, on the row of another job, whose
-runner would wait for it: where a refused INSERT leaves one, the store looks first, by a connection
-of its own.
+runner would wait for it, and its worker with all its leases: where a refused INSERT leaves one, the
+store looks first, by a connection of its own, and so does it free a key whose time is over.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from celery_lease.store.callers import Caller
 from celery_lease.store.dialects import Ask
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions.keys import (
+    give_up,
     giving_up_statement,
     holder_statement,
     is_same_call,
@@ -69,14 +70,24 @@ def enqueue(store: Store, place: Store, caller: Caller, job: NewJob) -> Existing
         if not found["is_over"] and not job.follows:
             return Existing(found["id"], is_same_call(job, found))
         if found["is_over"]:
-            parameters = key_parameters(job) | {"p_holder": found["id"]}
-            caller.write(giving_up_statement(place), parameters)
+            _have_it_given_up(store, place, caller, job, found["id"])
         error = _insert_for(place, caller, job, holds_key=bool(found["is_over"]))
         if error is None:
             return None
     raise StoreUnavailable(
         store.masked_url, f"the idempotency key of job {job.job_id} is taken and given up"
     ) from error
+
+
+def _have_it_given_up(
+    store: Store, place: Store, caller: Caller, job: NewJob, holder_id: str
+) -> None:
+    if store.dialect.one_writer:
+        # That is the caller, by now. There are no locks on rows, and so none that is left.
+        parameters = key_parameters(job) | {"p_holder": holder_id}
+        caller.write(giving_up_statement(place), parameters)
+    else:
+        give_up(store, job, holder_id)
 
 
 def _insert_for(

@@ -155,6 +155,24 @@ def _insert_instead(store: Store, new: NewJob, holder_id: str) -> bool:
     return True
 
 
+def give_up(store: Store, new: NewJob, holder_id: str) -> None:
+    """Have a holder whose time is over give its key up, in a transaction of the store's own.
+
+    That is true whatever becomes of the job that wants the key.
+
+    Raises:
+        StoreUnavailable: its row is locked, or the store is away.
+    """
+
+    def work() -> None:
+        with store.transaction() as connection:
+            connection.execute(
+                giving_up_statement(store), key_parameters(new) | {"p_holder": holder_id}
+            )
+
+    store.retrying(work)
+
+
 def giving_up_statement(store: Store) -> Any:
     """Return the UPDATE by which a holder whose time is over gives its key up."""
     job = store.tables.job
