@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from amqp.exceptions import ChannelError, MessageNacked
+from amqp.exceptions import ChannelError, FrameError, FrameSyntaxError, MessageNacked
 from kombu import Connection, Producer
 from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.utils.functional import fxrange
@@ -40,6 +40,22 @@ _POLICY: Mapping[str, Any] = {
 #: How the drivers are told to give up, by kombu's ``driver_name``. Others are not told: what their
 #: transport options mean is theirs to say (SQLAlchemy's go to ``create_engine``).
 _REDIS, _AMQP = "redis", "py-amqp"
+
+#: What Redis says when it takes no message at all; the driver has an error of its own for some, and
+#: cuts the word off. Whatever else it answers concerns the key, or the message.
+_REDIS_TAKES_NOTHING = (
+    "READONLY",
+    "OOM",
+    "MISCONF",
+    "LOADING",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+    "NOREPLICAS",
+    "NOAUTH",
+    "BUSY",
+    "UNKILLABLE",
+)
+_REDIS_TAKES_NOTHING_ERRORS = ("ReadOnlyError", "OutOfMemoryError", "ClusterDownError")
 
 
 class BrokerAway(OperationalError):
@@ -224,9 +240,11 @@ class LeaseConnections:
     def is_away(self, error: Exception) -> bool:
         """Tell whether an error is the broker's: no other message would have got there either.
 
-        False where the message itself was refused: its exchange is missing, its queue full.
+        False where the message itself was refused: its exchange is missing, its queue full, its
+        key of another type. So, too, where it cannot be said to the broker: what amqp cannot put
+        into a frame is a *connection* error to it.
         """
-        if isinstance(error, ChannelError | MessageNacked):
+        if is_refusal(error) or isinstance(error, FrameError | FrameSyntaxError):
             return False
         transport = self._app.connection_for_write().transport
         return isinstance(
@@ -307,6 +325,19 @@ class LeaseConnections:
                 _left_behind.append(here)
             here = self._process = _Process(self._app.conf.broker_pool_limit)
         return here
+
+
+def is_refusal(error: Exception) -> bool:
+    """Tell whether a broker has answered that it does not take this message."""
+    if isinstance(error, ChannelError | MessageNacked):
+        return True
+    # Without an import: the driver is an extra.
+    names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("redis.")}
+    return (
+        "ResponseError" in names
+        and names.isdisjoint(_REDIS_TAKES_NOTHING_ERRORS)
+        and not str(error).startswith(_REDIS_TAKES_NOTHING)
+    )
 
 
 def _pauses(policy: Mapping[str, Any]) -> Iterator[float]:

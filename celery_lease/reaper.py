@@ -272,6 +272,9 @@ class Reaper:
                 transitions.undispatch(
                     self._store, candidate.job_id, dispatch_count=candidate.dispatch_count + 1
                 )
+                if not replay:
+                    # It may be this message all the same: the next pass begins with another one.
+                    transitions.put_last(self._store, candidate.job_id)
             raise
         events.emit(
             events.JOB_REPLAYED if replay else events.JOB_DISPATCHED,

@@ -37,11 +37,14 @@ class FakePublisher:
         self.sent: list[tuple[str, bool]] = []
         self.closed: list[str] = []
         self.error: PublishFailed | None = None
+        self.never_leave: set[str] = set()
         self.can_close = True
 
     def publish(self, candidate: Dispatchable, message: Message, *, replay: bool) -> None:
         if self.error is not None:
             raise self.error
+        if candidate.job_id in self.never_leave:
+            raise PublishFailed("the broker is away, it seems")
         self.sent.append((candidate.job_id, replay))
 
     def close_books(self, outcome: Outcome, message: Message) -> bool:
@@ -119,6 +122,10 @@ class World:
         with self.store.single() as connection:
             statement = sa.select(table).where(table.c.id == job_id)
             return dict(connection.execute(statement).mappings().one())
+
+    def set_all(self, **values: Any) -> None:
+        with self.store.transaction() as connection:
+            connection.execute(sa.update(self.store.tables.job).values(values))
 
 
 def _seconds(number: float) -> Any:
@@ -222,6 +229,40 @@ def test_a_failed_publish_keeps_the_job_dispatchable_and_the_pass_complete(world
     assert [world.job(f"job{n}")["dispatched_at"] for n in range(3)] == [None] * 3
     world.publisher.error = None
     assert world.reaper.run_pass().counts == {"dispatched": 3}
+
+
+def test_jobs_that_never_leave_are_not_in_the_way_of_the_others(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world(lease_reaper_batch=2)
+    names = [f"job{number}" for number in range(6)]
+    for name in names:
+        world.submit(name, dispatched=False)
+    # Due at the same instant, or long before the others: more of them than a batch has.
+    world.publisher.never_leave = set(names[:3])
+    world.set_all(available_at=world.job(names[0])["available_at"])
+
+    # Each pass ends at the first of them, as where the broker is away.
+    for _ in range(4):
+        assert world.reaper.run_pass().counts["unpublished"] == 1
+
+    assert {job for job, _ in world.publisher.sent} == set(names[3:])
+    world.submit("late", dispatched=False)
+    for _ in range(4):
+        world.reaper.run_pass()
+    assert {job for job, _ in world.publisher.sent} == {*names[3:], "late"}
+    world.publisher.never_leave = set()
+    assert world.reaper.run_pass().counts == {"dispatched": 3}
+
+
+def test_a_job_that_waits_alone_keeps_its_time_while_the_broker_is_away(world: World) -> None:
+    world.submit("job", dispatched=False)
+    since = world.job("job")["available_at"]
+    world.publisher.error = PublishFailed("no broker")
+
+    world.reaper.run_pass()
+
+    assert world.job("job")["available_at"] == since
 
 
 def test_a_backlog_is_sent_in_batches_up_to_a_limit(make_world: Callable[..., World]) -> None:

@@ -15,7 +15,13 @@ to check.
 
 from celery_lease.store.transitions.claim_statements import DUE_SLACK_SECONDS
 from celery_lease.store.transitions.claiming import claim, outcome_of, take_over
-from celery_lease.store.transitions.dispatching import dispatch, settle, undispatch, undispatch_many
+from celery_lease.store.transitions.dispatching import (
+    dispatch,
+    put_last,
+    settle,
+    undispatch,
+    undispatch_many,
+)
 from celery_lease.store.transitions.ending import (
     Again,
     Parting,
@@ -83,6 +89,7 @@ __all__ = [
     "pass_deadline",
     "prune",
     "prune_results",
+    "put_last",
     "record_pass",
     "refuse",
     "reject",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 from sqlalchemy import case, tuple_
@@ -111,6 +111,38 @@ def undispatch(
 
     def work() -> bool:
         with store.single() as connection:
+            return connection.execute(statement).rowcount == 1
+
+    return store.retrying(work)
+
+
+def put_last(store: Store, job_id: str) -> bool:
+    """Have a queued job that is not on the broker wait behind the others that are not.
+
+    A message that never leaves, whatever is wrong with it, must not be the first of every pass.
+
+    Returns:
+        False when it is the last one already, or has moved on.
+    """
+    job = store.tables.job
+    waits = [job.c.state == JobState.QUEUED.value, job.c.dispatched_at.is_(None)]
+    last = (
+        sa.select(job.c.available_at)
+        .where(*waits, job.c.id != job_id)
+        .order_by(job.c.available_at.desc())
+        .limit(1)
+    )
+
+    def work() -> bool:
+        with store.single() as connection:
+            last_at = connection.execute(last).scalar()
+            if last_at is None:
+                return False
+            statement = (
+                sa.update(job)
+                .where(job.c.id == job_id, unindexed(*waits, job.c.available_at <= last_at))
+                .values(available_at=last_at + timedelta(milliseconds=1))
+            )
             return connection.execute(statement).rowcount == 1
 
     return store.retrying(work)

@@ -1,0 +1,92 @@
+"""Messages that do not get to a broker which is there: they are in nobody's way."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from celery_lease.extension import extension_of
+from celery_lease.publishing import is_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.worker.site import Site
+
+
+@pytest.fixture
+def on_rabbitmq(make_site: Callable[..., Site], sqlite_url: str, amqp_url: str) -> Iterator[Site]:
+    """A site without a worker and without results."""
+    return make_site(sqlite_url, broker=amqp_url, backend=None)
+
+
+@pytest.fixture
+def idle(make_site: Callable[..., Site], sqlite_url: str) -> Site:
+    """A site on Redis without a worker."""
+    return make_site(sqlite_url)
+
+
+def waiting(site: Site, queue: str = "celery") -> int:
+    """Return how many messages a queue of RabbitMQ has."""
+    with site.app.connection_for_read() as connection:
+        return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
+
+
+def test_a_header_that_amqp_cannot_say_stops_no_other_message(on_rabbitmq: Site) -> None:
+    """Amqp calls it an error of the connection."""
+    add = on_rabbitmq.task("t.add")
+    add.delay(1, 1)
+
+    bad = add.apply_async((1, 2), headers={"tenant": uuid.uuid4()})
+    good = [add.delay(n, n) for n in range(3)]
+
+    assert waiting(on_rabbitmq) == 1 + 3
+    assert all(on_rabbitmq.job(one.id)["dispatched_at"] for one in good)
+    assert not extension_of(on_rabbitmq.app).connections.breaker.is_open()
+    # It counts as sent: no pass begins with it.
+    assert on_rabbitmq.job(bad.id)["dispatched_at"]
+    assert "unpublished" not in on_rabbitmq.run_pass()
+
+
+def test_a_queue_whose_key_redis_refuses_stops_no_other_queue(idle: Site) -> None:
+    add, client = idle.task("t.add"), idle.redis()
+    client.set("bad", "no list")
+
+    refused = add.apply_async((1, 2), queue="bad")
+    good = [add.delay(n, n) for n in range(3)]
+
+    assert len(idle.queued("celery")) == 3
+    assert all(idle.job(one.id)["dispatched_at"] for one in good)
+    assert idle.job(refused.id)["dispatched_at"]
+    client.delete("bad")
+    client.close()
+
+
+def test_a_redis_that_takes_nothing_at_all_is_away(idle: Site) -> None:
+    """What is refused for lack of memory leaves by the next pass, not after a long wait."""
+    add, client = idle.task("t.add"), idle.redis()
+    before = client.config_get("maxmemory")["maxmemory"]
+    client.config_set("maxmemory", 1)
+    try:
+        refused = add.delay(1, 2)
+    finally:
+        client.config_set("maxmemory", before)
+        client.close()
+
+    assert idle.job(refused.id)["dispatched_at"] is None
+    assert idle.run_pass()["dispatched"] == 1
+
+
+def test_which_answers_of_redis_concern_one_message() -> None:
+    redis = pytest.importorskip("redis")
+    kinds: Any = redis.exceptions
+
+    assert is_refusal(kinds.ResponseError("WRONGTYPE Operation against a key"))
+    assert is_refusal(kinds.NoPermissionError("this user has no permissions"))
+    assert not is_refusal(kinds.OutOfMemoryError("command not allowed"))
+    assert not is_refusal(kinds.ReadOnlyError("You can't write"))
+    assert not is_refusal(kinds.ResponseError("MISCONF Redis is configured to save"))
+    assert not is_refusal(kinds.BusyLoadingError("Redis is loading"))
+    assert not is_refusal(kinds.ConnectionError("gone"))
