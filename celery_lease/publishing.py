@@ -99,7 +99,7 @@ class Breaker:
             self._until = self._monotonic() + self._pause_seconds
 
     def succeeded(self) -> None:
-        """Say that a publish reached the broker."""
+        """Say that a publish reached the broker, which may have refused it."""
         # Read without the lock: nearly always there is nothing to say.
         if self._until is not None:
             with self._lock:
@@ -223,6 +223,8 @@ class LeaseConnections:
                     answer = act(producer)
             except Exception as error:
                 if not self.is_away(error):
+                    if is_refusal(error):
+                        self.breaker.succeeded()
                     raise
                 # Those that are idle were made before it, and lead to the same broker.
                 self.close()

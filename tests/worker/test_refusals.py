@@ -90,3 +90,24 @@ def test_which_answers_of_redis_concern_one_message() -> None:
     assert not is_refusal(kinds.ResponseError("MISCONF Redis is configured to save"))
     assert not is_refusal(kinds.BusyLoadingError("Redis is loading"))
     assert not is_refusal(kinds.ConnectionError("gone"))
+
+
+@pytest.mark.parametrize("how", ["redis", "rabbitmq"])
+def test_a_refusal_is_an_answer_of_a_broker_that_was_away(
+    how: str, request: pytest.FixtureRequest
+) -> None:
+    site: Site = request.getfixturevalue("idle" if how == "redis" else "on_rabbitmq")
+    add, breaker = site.task("t.add"), extension_of(site.app).connections.breaker
+    options: dict[str, Any] = {"exchange": uuid.uuid4().hex, "routing_key": "nowhere"}
+    if how == "redis":
+        client = site.redis()
+        client.set("bad", "no list")
+        client.close()
+        options = {"queue": "bad"}
+    breaker.failed()
+    breaker._until = 0.0
+
+    add.apply_async((1, 2), **options)
+
+    assert not breaker.is_open()
+    assert site.job(add.delay(1, 2).id)["dispatched_at"]
