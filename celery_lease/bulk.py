@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from celery import group
+from celery.utils import uuid
 
 from celery_lease import events
 from celery_lease.exceptions import StoreUnavailable
@@ -159,7 +160,9 @@ class Batch:
 
 
 @contextmanager
-def batched(make: Callable[[Any], Batch], app: Any, producer: Any = None) -> Iterator[Any]:
+def batched(
+    make: Callable[[Any], Batch], app: Any, producer: Any = None, *, group_id: str | None = None
+) -> Iterator[Any]:
     """Have the new jobs of a call recorded and sent together; gives the producer to call with.
 
     In a call that is in a batch already nothing changes. After an error of the call what the
@@ -169,13 +172,15 @@ def batched(make: Callable[[Any], Batch], app: Any, producer: Any = None) -> Ite
         make: makes a batch for a producer.
         app: the Celery app.
         producer: the caller's own, None for one of the app's pool.
+        group_id: the group that is called: what else is submitted meanwhile, by the generator of
+            its members or by who is told of a publish, is not of the batch.
     """
-    if is_taken():
+    if is_taken(app, group_id):
         yield producer
         return
     with app.producer_or_acquire(producer) as own:
         batch = make(own)
-        with taken_by(batch):
+        with taken_by(batch, app=app, group_id=group_id):
             yield own
         batch.flush()
 
@@ -203,7 +208,10 @@ def batch_groups(maker_for: Callable[[Any], Callable[[Any], Batch] | None]) -> N
         make = None if app.conf.task_always_eager else maker_for(app)
         if make is None:
             return plain(self, args, kwargs, add_to_parent, producer, **options)
-        with batched(make, app, producer) as own:
+        # Celery makes one of the id that it is given.
+        group_id = options.get("task_id") or self.options.get("task_id") or uuid()
+        options["task_id"] = group_id
+        with batched(make, app, producer, group_id=group_id) as own:
             return plain(self, args, kwargs, add_to_parent, own, **options)
 
     apply_async.is_lease_batch = True  # type: ignore[attr-defined]

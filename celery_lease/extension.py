@@ -415,7 +415,7 @@ class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
                 if key is not None:
                     message.headers[KEY_HEADER] = key
                 producer = extension.recording(producer, name, body)
-                if is_unsent():
+                if is_unsent(extension.app):
                     # Celery's event says that it was sent, and needs the broker.
                     message = message._replace(sent_event=None)
             return send(producer, name, message, **options)

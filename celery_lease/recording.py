@@ -12,6 +12,7 @@ A message whose publisher was another program is recorded at its claim (``adopte
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -156,34 +157,78 @@ class Taker(Protocol):
         """Take a job that is neither recorded nor sent."""
 
 
-_taker: ContextVar[Taker | None] = ContextVar("celery_lease_taker", default=None)
-_unsent: ContextVar[bool] = ContextVar("celery_lease_unsent", default=False)
+@dataclass(slots=True, eq=False)
+class _Taking:
+    """Which new jobs are given to a taker.
+
+    A context may be copied while it is set, by a task of asyncio's or for another thread, and
+    outlive the call: nobody would look into the taker any more.
+    """
+
+    taker: Taker
+    app: Any
+    group_id: str | None
+    is_unsent: bool
+    thread: int = field(default_factory=threading.get_ident)
+    is_over: bool = False
+
+    def is_for(self, app: Any) -> bool:
+        """Tell whether it goes on, and for an app: its store and broker are the app's."""
+        return (
+            not self.is_over
+            and self.thread == threading.get_ident()
+            and (self.app is None or self.app is app)
+        )
+
+    def takes(self, app: Any, headers: Mapping[str, Any], embed: Mapping[str, Any]) -> bool:
+        """Tell whether it takes a job."""
+        if not self.is_for(app):
+            return False
+        if self.group_id is None or headers.get("group") == self.group_id:
+            return True
+        # A member that is a chain: its first step is sent, and its last one is the group's.
+        last = next(iter(embed.get("chain") or ()), None) or {}
+        return (last.get("options") or {}).get("group_id") == self.group_id
+
+
+_taking: ContextVar[_Taking | None] = ContextVar("celery_lease_taking", default=None)
 
 
 @contextmanager
-def taken_by(taker: Taker, *, unsent: bool = False) -> Iterator[None]:
-    """Give the new jobs that this call publishes to a taker.
+def taken_by(
+    taker: Taker, *, app: Any = None, group_id: str | None = None, unsent: bool = False
+) -> Iterator[None]:
+    """Give the new jobs that this call publishes to a taker, in this thread and until its end.
 
     Args:
         taker: the taker.
+        app: only jobs of this app are given to it; None for any.
+        group_id: only members of this group are given to it; None for any.
         unsent: True when they do not leave within this call (``is_unsent``).
     """
-    token, other = _taker.set(taker), _unsent.set(unsent)
+    taking = _Taking(taker, _real(app), group_id, unsent)
+    token = _taking.set(taking)
     try:
         yield
     finally:
-        _taker.reset(token)
-        _unsent.reset(other)
+        taking.is_over = True
+        _taking.reset(token)
 
 
-def is_unsent() -> bool:
-    """Tell whether what is published here leaves at another time, if it does at all."""
-    return _unsent.get()
+def is_unsent(app: Any) -> bool:
+    """Tell whether what an app publishes here leaves at another time, if it does at all."""
+    taking = _taking.get()
+    return taking is not None and taking.is_unsent and taking.is_for(_real(app))
 
 
-def is_taken() -> bool:
-    """Tell whether the new jobs of the call that runs are given to a taker."""
-    return _taker.get() is not None
+def is_taken(app: Any, group_id: str | None = None) -> bool:
+    """Tell whether the new jobs of the call that runs, of a group, are given to a taker."""
+    taking = _taking.get()
+    return taking is not None and taking.is_for(_real(app)) and taking.group_id in (None, group_id)
+
+
+def _real(app: Any) -> Any:
+    return app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
 
 
 class RecordingProducer:
@@ -263,10 +308,10 @@ class RecordingProducer:
             message = replace(message, exchange=home["exchange"], routing_key=home["routing_key"])
         routing = home or options
         is_deferred = self._is_deferred(headers) and not is_delayed_by_broker(message)
-        taker = _taker.get()
-        if taker is not None and version == 1:
+        taking, app = _taking.get(), self._leased_task.app
+        if taking is not None and version == 1 and taking.takes(app, headers, body[2]):
             job = self._new_job(message, headers, routing, key, leaves=not is_deferred)
-            taker.take(job, self._sending(message, headers, options))
+            taking.taker.take(job, self._sending(message, headers, options))
             return None
         is_away = (
             not is_deferred

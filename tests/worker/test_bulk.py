@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextvars import Context, copy_context
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import Celery, chord, group
+from celery.signals import after_task_publish, before_task_publish
 from kombu.exceptions import OperationalError
 from sqlalchemy import event
 
@@ -29,6 +31,7 @@ from tests.worker.site import WORKER_APP, open_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.support.workers import CeleryWorker
     from tests.worker.site import Site
@@ -139,6 +142,84 @@ def test_what_a_generator_submits_by_itself_is_recorded_at_once(idle: Site) -> N
 
     assert seen == [True]
     assert len(idle.jobs()) == 2
+
+
+def test_what_a_groups_generator_or_a_handler_submits_is_no_member(idle: Site) -> None:
+    """It is recorded and sent at once, and stays when the group comes to nothing."""
+    add, mark = idle.task("t.add"), idle.task("t.mark")
+    seen: list[str] = []
+
+    def other(**_: Any) -> None:
+        seen.append(mark.delay("tag").id)
+        assert idle.job(seen[-1])["dispatched_at"]
+
+    def members() -> Iterator[Any]:
+        yield add.s(1, 1)
+        other()
+        yield add.s(2, 2)
+        yield add.s(3, 3)
+        raise LookupError("the file ended early")
+
+    before_task_publish.connect(other, sender="t.add")
+    try:
+        with pytest.raises(LookupError):
+            group(members()).apply_async()
+    finally:
+        before_task_publish.disconnect(other, sender="t.add")
+
+    assert len(seen) > 1
+    assert idle.ids() == set(sent(idle)) == set(seen)
+
+
+def test_members_that_are_chains_and_chords_are_recorded_in_a_few_statements(
+    idle: Site, inserts: list[str]
+) -> None:
+    add, total = idle.task("t.add"), idle.task("t.total")
+
+    group(add.s(number, 1) | add.s(1) for number in range(50)).apply_async()
+
+    assert len(idle.jobs()) == len(sent(idle)) == 50
+    assert len(inserts) <= 4
+    inserts.clear()
+    header = [add.s(number, 1) for number in range(20)]
+    group(chord(header, total.s()), add.s(1, 1)).apply_async()
+    assert len(idle.jobs()) == len(sent(idle)) == 50 + 21
+    assert len(inserts) <= 8
+
+
+def test_a_task_of_another_app_is_recorded_in_its_own_store(
+    make_site: Callable[..., Site], idle: Site, tmp_path: Path
+) -> None:
+    other = make_site(f"sqlite:///{tmp_path}/other.db")
+
+    result = group(idle.task("t.add").s(1, 1), other.task("t.add").s(2, 2)).apply_async()
+
+    first, second = (child.id for child in result.children)
+    assert (idle.ids(), other.ids()) == ({first}, {second})
+
+
+def test_a_context_that_outlives_a_batch_is_in_none(idle: Site) -> None:
+    """A task of asyncio's, and ``to_thread``, begin with a copy of the context."""
+    add, mark = idle.task("t.add"), idle.task("t.mark")
+    copies: list[Context] = []
+    within: list[str] = []
+
+    def note(**_: Any) -> None:
+        copies.append(copy_context())
+        with ThreadPoolExecutor(1) as pool:
+            within.append(pool.submit(copies[-1].run, mark.delay, "tag").result().id)
+
+    after_task_publish.connect(note, sender="t.add")
+    try:
+        add.submit_many([(1, 2)])
+        group(add.s(1, 2), add.s(3, 4)).apply_async()
+    finally:
+        after_task_publish.disconnect(note, sender="t.add")
+    later = [copy.run(mark.delay, "tag").id for copy in copies]
+
+    assert len(later) == 3
+    assert idle.ids() >= {*within, *later}
+    assert set(sent(idle)) == idle.ids()
 
 
 def test_an_id_that_exists_is_sent_once(idle: Site) -> None:
