@@ -173,10 +173,12 @@ def test_a_broker_that_is_away_keeps_nothing_from_being_cancelled(
     sent = stage.send({})
     conf = {k: stage.app.conf.get(k) for k in ("result_backend", "lease_store_url")}
     with make_app({**conf, "broker_url": "redis://127.0.0.1:1/0"}, tmp_path) as cut_off:
-        install(cut_off)
+        extension = install(cut_off)
 
         with pytest.raises(OperationalError):
             cut_off.control.revoke(sent.id)
+
+        extension.raw_store.close()
 
     assert_cancelled(stage, sent.id, attempts=0)
 

@@ -246,7 +246,9 @@ def test_eager_calls_run_at_once() -> None:
 
 
 def test_a_group_of_an_app_without_leased_tasks_is_celerys_own() -> None:
-    app = Celery("plain", broker="memory://", backend="cache+memory://")
+    app = Celery("plain", broker="memory://", backend="cache+memory://", set_as_current=False)
+    # The memory is shared by all apps of a process.
+    app.conf.task_default_queue = "plain"
 
     @app.task(shared=False)
     def plain() -> None:

@@ -29,7 +29,12 @@ def app(sqlite_url: str, request: pytest.FixtureRequest) -> Iterator[Celery]:
 def make_app(store_url: str, *, backend: str | None = "cache+memory://") -> Celery:
     """Make an app that has the tasks."""
     made = Celery("telling", broker="memory://", backend=backend, set_as_current=False)
-    made.conf.update(lease_store_url=store_url, task_create_missing_queues=False)
+    made.conf.update(
+        lease_store_url=store_url,
+        task_create_missing_queues=False,
+        # The memory is shared by all apps of a process.
+        task_default_queue="telling",
+    )
     add_tasks(made)
     return made
 
@@ -118,7 +123,7 @@ def test_a_program_without_the_tasks_backend_leaves_the_telling_to_a_worker(
     job_id = cancelled(app)
     if lacks == "task":
         other = Celery("other", broker="memory://", backend="cache+memory://", set_as_current=False)
-        other.conf.lease_store_url = sqlite_url
+        other.conf.update(lease_store_url=sqlite_url, task_default_queue="telling")
     else:
         other = make_app(sqlite_url, backend=None)
 
