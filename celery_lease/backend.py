@@ -47,7 +47,7 @@ from celery_lease.exceptions import SettingError, StoreError, StoreUnavailable
 from celery_lease.extension import extension_of, is_leased
 from celery_lease.lease import Lease, current_lease
 from celery_lease.records import Outcome
-from celery_lease.states import JobState
+from celery_lease.states import REPLACED_REASONS, JobState
 from celery_lease.store import results, transitions
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions.results import FORGOTTEN
@@ -65,7 +65,7 @@ CHORD_POLL_SECONDS = 0.05
 #: What a held job is called: it waits for a person. No state of Celery's says so.
 HELD = "HELD"
 #: Ends of a job that say nothing of the task's result: what was stored under its id does.
-_SAYS_NOTHING = ("ignored", "replaced")
+_SAYS_NOTHING = ("ignored", *REPLACED_REASONS)
 #: Celery's states that the job row tells better.
 _DERIVED = frozenset({states.PENDING, states.RECEIVED, states.STARTED, states.RETRY})
 _JSON = "application/json"

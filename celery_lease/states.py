@@ -131,3 +131,10 @@ class Refusal(str, Enum):
     """Its row stayed locked for as long as a delivery waits."""
 
     __str__ = str.__str__
+
+
+#: Why a job has succeeded that went on as a canvas and was revoked since: the task of the canvas
+#: that has its id is not to run.
+REPLACED_REVOKED = "replaced, revoked"
+#: Why a job has succeeded that went on as a canvas.
+REPLACED_REASONS = (AttemptState.REPLACED.value, REPLACED_REVOKED)

@@ -22,7 +22,7 @@ from celery_lease.records import (
     Outcome,
     PassRecord,
 )
-from celery_lease.states import AttemptState, JobState
+from celery_lease.states import REPLACED_REASONS, AttemptState, JobState
 from celery_lease.store import suspects
 from celery_lease.store.dialects import Later, SecondsBetween, clock
 from celery_lease.store.engine import Store
@@ -254,7 +254,7 @@ def replaced_version(store: Store, job_id: str) -> int | None:
     statement = select(job.c.message_version).where(
         job.c.id == job_id,
         job.c.state == JobState.SUCCEEDED.value,
-        job.c.state_reason == AttemptState.REPLACED.value,
+        job.c.state_reason.in_(REPLACED_REASONS),
     )
 
     def work() -> int | None:

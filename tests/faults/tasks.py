@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from celery import Celery, signals
+from celery import Celery, chain, signals
 from sqlalchemy.pool import NullPool
 
 from celery_lease import LeasedTask, events
@@ -72,6 +72,7 @@ def make_app(conf: Mapping[str, Any], folder: Path) -> Celery:
             _act(task, _chosen(plan.get("then", {}), token), ledger, mine)
             _heed_stop(task, _chosen(plan.get("stop", {}), token), ledger, mine)
             _submit_next(task, plan.get("next"), ledger, mine)
+            _go_on(task, plan.get("canvas"))
         except LeaseLost:
             ledger.write("interrupted", **mine)
             _act(task, _chosen(plan.get("linger", {}), token), ledger, mine)
@@ -197,6 +198,13 @@ def _submit_next(
     if key is not None:
         sent = task.apply_async(kwargs={"plan": {}}, idempotency_key=key)
         ledger.write("next", **mine, sent=sent.id)
+
+
+def _go_on(task: LeasedTask, plans: list[Any] | None) -> None:
+    """Go on as a chain, whose last task has the job's id."""
+    if plans:
+        steps = [task.si(plan=one, name=f"step {number}") for number, one in enumerate(plans)]
+        raise task.replace(chain(*steps))
 
 
 def _go_through(

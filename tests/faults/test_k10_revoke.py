@@ -16,6 +16,7 @@ from kombu.exceptions import OperationalError
 
 from celery_lease import install
 from celery_lease.exceptions import StoreUnavailable
+from celery_lease.revocation import Revocation, cancel_revoked
 from tests.faults.brokers import Broker
 from tests.faults.stage import APP, LEASE, SLACK, Stage
 from tests.faults.tasks import make_app
@@ -383,6 +384,32 @@ def test_what_is_revoked_before_it_is_a_job_never_runs(
     assert said.returncode == 0, said.stderr
     assert stage.wait_state(sent.id, "succeeded")
     assert len(stage.ledger.read("begin", job=sent.id)) == 1
+
+
+def test_a_job_that_went_on_as_a_canvas_does_not_come_back_once_revoked(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """It is kept in the store: no worker has heard of it."""
+    stage = make_stage()
+    stage.worker(concurrency=1)
+    sent = stage.send({"canvas": [{"wait": {"*": "go"}}, {}]}, link=stage.note("link")).id
+    eventually(lambda: stage.ledger.read("begin", name="step 0"))
+    stage.wait_state(sent, "succeeded")
+
+    cancel_revoked(stage.extension.store, Revocation((sent,)))
+    stage.ledger.open_gate("go")
+
+    stage.wait_state(sent, "cancelled")
+    stage.wait_settled(sent)
+    assert stage.wait_result(sent)[0] == "REVOKED"
+    stage.wait_quiet()
+    assert len(stage.ledger.read("begin", job=sent)) == 1
+    assert stage.ledger.read("link") == []
+    said = celery(stage, "lease", "resume", sent, "--reason", "wanted after all")
+    assert said.returncode == 0, said.stderr
+    stage.wait_state(sent, "succeeded")
+    assert [one["name"] for one in stage.ledger.read("begin", job=sent)] == ["", "step 1"]
+    eventually(lambda: stage.ledger.read("link"))
 
 
 # --- what follows ---------------------------------------------------------------------------------

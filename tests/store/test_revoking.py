@@ -14,6 +14,7 @@ from celery_lease.states import JobState
 from celery_lease.store import queries, transitions
 from celery_lease.store.transitions import revoking
 from tests.store.builders import (
+    again,
     changes_of,
     finished,
     holding,
@@ -21,6 +22,7 @@ from tests.store.builders import (
     lock_job,
     new_message,
     nothing_changes,
+    parting,
     running,
     submitted,
 )
@@ -81,6 +83,25 @@ def test_a_running_one_is_ended_with_its_attempt(store: Store) -> None:
 
     assert changes["attempt job 1.state"] == "cancelled"
     assert changes["attempt job 1.stop_reason"] == "revoked"
+
+
+def test_one_that_went_on_as_a_canvas_ends_where_the_canvas_comes_to_its_id(store: Store) -> None:
+    transitions.replace_away(store, running(store), parting("replaced"))
+
+    assert transitions.cancel_all(store, ["job"], reason="revoked") == []
+    job = job_row(store)
+    assert (job["state"], job["state_reason"]) == ("succeeded", "replaced, revoked")
+    assert queries.replaced_version(store, "job") == 1
+
+    assert not transitions.reopen(store, "job", again(3, task="app.last"))
+    assert job_row(store) == job
+    assert not transitions.reopen(store, "job", again(2, task="app.last"))
+    job = job_row(store)
+    assert (job["state"], job["state_reason"]) == ("cancelled", "revoked")
+    assert (job["task"], job["message_version"], job["settled_at"]) == ("app.last", 2, None)
+    assert queries.message(store, "job", 2) is not None
+    with nothing_changes(store):
+        assert not transitions.reopen(store, "job", again(2, task="app.last"))
 
 
 def test_the_refused_delivery_of_a_job_ends_it(store: Store) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.engine import RowMapping
 
 from celery_lease.records import Accepted, Failure, FinishAnswer, Held, Late, Message, Stale
-from celery_lease.states import AttemptState, JobState
+from celery_lease.states import REPLACED_REVOKED, AttemptState, JobState
 from celery_lease.store.dialects import clock
 from celery_lease.store.engine import RowBusy, Store
 from celery_lease.store.transitions.ends import (
@@ -295,8 +295,11 @@ def reopen(store: Store, job_id: str, again: Again) -> bool:
     only arrow beside ``resume`` that leaves a final state: nothing was published as the job's
     outcome before it.
 
+    A job that was revoked meanwhile (``cancel_all``) ends as cancelled here, with the message that
+    says who waits for it.
+
     Returns:
-        False when the job is not in that state, or its version has moved on.
+        False when the job is not in that state, or its version has moved on, or it was revoked.
     """
     job = store.tables.job
     parameters = _again_parameters(again, waiting=JobState.SCHEDULED) | {
@@ -321,15 +324,39 @@ def reopen(store: Store, job_id: str, again: Again) -> bool:
             .values(replace_values(store) | cleared)
         )
 
+    revoked = (
+        sa.update(job)
+        .where(
+            job.c.id == job_id,
+            job.c.state == JobState.SUCCEEDED.value,
+            job.c.state_reason == REPLACED_REVOKED,
+            job.c.message_version == again.message.version - 1,
+        )
+        .values(
+            state=JobState.CANCELLED.value,
+            state_reason="revoked",
+            task=again.task,
+            queue=again.queue,
+            priority=again.priority,
+            message_version=again.message.version,
+            accepted_attempt=None,
+            accepted_late=None,
+            active_key=None,
+            dispatched_at=None,
+            settled_at=None,
+            finished_at=clock(),
+        )
+    )
+
     def work() -> bool:
         with store.transaction() as connection:
-            if connection.execute(built(store, "reopen", build), parameters).rowcount != 1:
-                return False
-            connection.execute(
-                built(store, "submit_message", insert_message_statement),
-                message_parameters(job_id, again.message),
-            )
-            return True
+            goes_on = connection.execute(built(store, "reopen", build), parameters).rowcount == 1
+            if goes_on or connection.execute(revoked).rowcount == 1:
+                connection.execute(
+                    built(store, "submit_message", insert_message_statement),
+                    message_parameters(job_id, again.message),
+                )
+            return goes_on
 
     return store.retrying(work)
 

@@ -24,7 +24,7 @@ from sqlalchemy.exc import IntegrityError
 
 from celery_lease.exceptions import IdempotencyConflict
 from celery_lease.records import Delivery, Existing, NewJob, Refused
-from celery_lease.states import WAITING_STATES, AttemptState, JobState, Refusal
+from celery_lease.states import REPLACED_REASONS, WAITING_STATES, JobState, Refusal
 from celery_lease.store.dialects import Later, clock
 from celery_lease.store.engine import RowBusy, Store
 from celery_lease.store.transitions.statements import built, clean, lock_job, seconds
@@ -263,7 +263,7 @@ def _change(row: RowMapping, holder: RowMapping | None, waited_seconds: float) -
     """Return the SET clauses of a job that follows."""
     if holder is None:
         return {"active_key": row["idempotency_key"]}
-    is_replaced = holder["state_reason"] == AttemptState.REPLACED.value
+    is_replaced = holder["state_reason"] in REPLACED_REASONS
     has_succeeded = holder["state"] == JobState.SUCCEEDED.value
     if not is_same(row["arguments_digest"], holder["arguments_digest"]) or (
         # It went on as a canvas: what comes of it is Celery's alone to know.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import sqlalchemy as sa
 from sqlalchemy import select
 from sqlalchemy.sql.elements import ColumnElement
 
-from celery_lease.states import JobState
+from celery_lease.states import REPLACED_REVOKED, AttemptState, JobState
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions.operating import cancel, cancelled_values
 from celery_lease.store.transitions.statements import FINAL
@@ -25,7 +26,8 @@ def cancel_all(store: Store, job_ids: Iterable[str], *, reason: str) -> list[str
 
     Args:
         store: the store.
-        job_ids: any number of ids; unknown ones and final jobs are left alone.
+        job_ids: any number of ids; unknown ones and final jobs are left alone. One that has
+            replaced itself by a canvas is marked: ``reopen`` will not go on with it.
         reason: who says so and why.
 
     Returns:
@@ -43,7 +45,14 @@ def cancel_all(store: Store, job_ids: Iterable[str], *, reason: str) -> list[str
 
 def _cancel_batch(store: Store, job_ids: list[str], reason: str) -> list[str]:
     job = store.tables.job
-    open_ones = select(job.c.id).where(job.c.id.in_(job_ids), job.c.finished_at.is_(None))
+    is_replaced = sa.and_(
+        job.c.state == JobState.SUCCEEDED.value,
+        job.c.state_reason == AttemptState.REPLACED.value,
+    )
+    found = select(job.c.id, job.c.finished_at).where(
+        job.c.id.in_(job_ids), sa.or_(job.c.finished_at.is_(None), is_replaced)
+    )
+    mark = sa.update(job).where(is_replaced).values(state_reason=REPLACED_REVOKED)
     locked = (
         select(job)
         .where(job.c.id.in_(job_ids), job.c.finished_at.is_(None))
@@ -51,9 +60,17 @@ def _cancel_batch(store: Store, job_ids: list[str], reason: str) -> list[str]:
         .with_for_update(skip_locked=True)
     )
 
-    def read() -> list[str]:
+    def read() -> tuple[list[str], list[str]]:
         with store.single() as connection:
-            return list(connection.execute(open_ones).scalars())
+            rows = connection.execute(found).mappings().all()
+        return (
+            [row["id"] for row in rows if row["finished_at"] is None],
+            [row["id"] for row in rows if row["finished_at"] is not None],
+        )
+
+    def mark_all(replaced: list[str]) -> None:
+        with store.single() as connection:
+            connection.execute(mark.where(job.c.id.in_(replaced)))
 
     def work() -> list[str]:
         with store.transaction() as connection:
@@ -71,7 +88,9 @@ def _cancel_batch(store: Store, job_ids: list[str], reason: str) -> list[str]:
             ]
 
     # Most of what an app revokes may be no job of ours: that costs one read and no lock.
-    left = store.retrying(read)
+    left, replaced = store.retrying(read)
+    if replaced:
+        store.retrying(lambda: mark_all(replaced))
     if not left:
         return []
     ended = store.retrying(work)
