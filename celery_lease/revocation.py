@@ -26,7 +26,7 @@ from celery.worker.control import Panel
 from celery.worker.state import requests
 from kombu.utils import json as kombu_json
 
-from celery_lease.exceptions import LeaseError, StoreError, StoreUnavailable
+from celery_lease.exceptions import StoreError, StoreUnavailable
 from celery_lease.reaper import report_cancelled
 from celery_lease.store import queries, transitions
 from celery_lease.worker import copied, node_name
@@ -124,13 +124,19 @@ def _stamped(store: Store, stamps: Stamps) -> Iterator[list[str]]:
     while needles:
         rows = queries.stamped(store, needles, after=after, limit=PAGE)
         yield [
-            job_id
-            for job_id, headers in rows
-            if is_stamped(kombu_json.loads(headers).get("stamps"), stamps)
+            job_id for job_id, headers in rows if is_stamped(_stamps_in(job_id, headers), stamps)
         ]
         if len(rows) < PAGE:
             return
         after = rows[-1][0]
+
+
+def _stamps_in(job_id: str, headers: str) -> Any:
+    try:
+        return kombu_json.loads(headers).get("stamps")
+    except Exception as error:  # noqa: BLE001  a header of the user's own, of a type not known here
+        logger.warning("lease.revocation.unreadable job_id=%s problem=%r", job_id, error)
+        return None
 
 
 def _needle(name: str, value: Any) -> str:
@@ -184,18 +190,20 @@ def _send_stored(
         StoreUnavailable: the workers were told, and the store was not.
     """
     ended: list[str] = []
-    away: LeaseError | None = None
+    away: Exception | None = None
     try:
         ended = cancel_revoked(extension.store, revocation)
-    except LeaseError as error:
+    except Exception as error:  # noqa: BLE001  raised after the broadcast
         away = error
     try:
         answer = send({_STORED: True} if away is None else {})
     finally:
         # After the broadcast, for it stops bodies; also without, for the jobs have ended.
         _close_books(extension, ended)
-    if away is not None:
+    if isinstance(away, StoreUnavailable):
         raise _told_workers_only(away) from away
+    if away is not None:
+        raise away
     return answer
 
 
@@ -209,9 +217,7 @@ def _close_books(extension: Extension, job_ids: list[str]) -> None:
         logger.warning("lease.revocation.untold problem=%s", error)
 
 
-def _told_workers_only(error: LeaseError) -> LeaseError:
-    if not isinstance(error, StoreUnavailable):
-        return error
+def _told_workers_only(error: StoreUnavailable) -> StoreUnavailable:
     return StoreUnavailable(
         error.url,
         f"{error.reason}. The revocation was sent to the workers, and is not in the store: one "

@@ -112,6 +112,23 @@ def test_a_command_line_revokes_while_no_worker_is_up(make_stage: Callable[..., 
     assert stage.job(cancelled)["state_reason"] == "not wanted, says Ada"
 
 
+def test_what_cannot_be_read_keeps_nothing_else_from_being_revoked(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """An id that is none, and a job whose headers hold a type that is not known here."""
+    stage = make_stage()
+    by_id, by_stamp = stage.send({}).id, send_stamped(stage, {})
+    unknown = {"order": {"__type__": "unknown", "__value__": STAMP}}
+    kept = stage.signature({}).set(headers={"trace": unknown, "order": STAMP}).apply_async().id
+
+    stage.app.control.revoke(["odd\ud800", "odd\x00", by_id])
+    stage.app.control.revoke_by_stamped_headers({"order": STAMP})
+
+    assert_cancelled(stage, by_id, attempts=0)
+    assert_cancelled(stage, by_stamp, attempts=0)
+    assert stage.job(kept)["state"] == "queued"
+
+
 def test_a_revoked_eta_job_stays_revoked_over_a_restart(
     broker: Broker, make_stage: Callable[..., Stage]
 ) -> None:

@@ -61,6 +61,14 @@ def test_many_are_ended_in_one_call_and_others_left_alone(
         assert transitions.cancel_all(store, [], reason="x") == []
 
 
+@pytest.mark.parametrize("odd", ["a\ud800", "a\x00", "a" * 256])
+def test_an_id_that_no_job_can_have_keeps_no_other_from_its_end(store: Store, odd: str) -> None:
+    submitted(store)
+
+    assert transitions.cancel(store, odd) is None
+    assert transitions.cancel_all(store, [odd, "job"], reason="revoked") == ["job"]
+
+
 def test_one_that_stays_locked_keeps_no_other_from_its_end(row_store: Store) -> None:
     for name in ("a", "b", "c"):
         submitted(row_store, name)

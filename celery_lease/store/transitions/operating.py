@@ -14,7 +14,14 @@ from sqlalchemy.sql.elements import ColumnElement
 from celery_lease.states import JobState
 from celery_lease.store.dialects import Later, clock
 from celery_lease.store.engine import Store
-from celery_lease.store.transitions.statements import FINAL, WAITING, clean, lock_job, state_or_busy
+from celery_lease.store.transitions.statements import (
+    FINAL,
+    WAITING,
+    clean,
+    lock_job,
+    may_be_id,
+    state_or_busy,
+)
 from celery_lease.store.transitions.timing import stop_running
 
 
@@ -24,6 +31,8 @@ def cancel(store: Store, job_id: str, *, reason: str = "cancelled") -> JobState 
     Returns:
         ``cancelled`` when it was ended now, else the final state it is in; None: no such job.
     """
+    if not may_be_id(job_id):
+        return None
     job = store.tables.job
     values = cancelled_values(reason)
 

@@ -12,7 +12,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from celery_lease.states import REPLACED_REVOKED, AttemptState, JobState
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions.operating import cancel, cancelled_values
-from celery_lease.store.transitions.statements import FINAL
+from celery_lease.store.transitions.statements import FINAL, may_be_id
 from celery_lease.store.transitions.timing import stop_running
 
 #: Jobs ended in one transaction, which holds their rows for so long.
@@ -36,7 +36,7 @@ def cancel_all(store: Store, job_ids: Iterable[str], *, reason: str) -> list[str
     Raises:
         StoreUnavailable: the store could not be used, or a job's row stayed locked.
     """
-    wanted = sorted(set(job_ids))
+    wanted = sorted({one for one in job_ids if may_be_id(one)})
     ended: list[str] = []
     for start in range(0, len(wanted), BATCH):
         ended += _cancel_batch(store, wanted[start : start + BATCH], reason)

@@ -42,6 +42,11 @@ def clean(text: str | None, length: int | None = None) -> str | None:
     return safe if length is None else safe[:length]
 
 
+def may_be_id(text: str) -> bool:
+    """Tell whether a job can have this id: no database takes NUL, lone surrogates, or 256."""
+    return clean(text, 255) == text
+
+
 def instant() -> Any:
     """Return the type of an instant."""
     return clock().type
