@@ -34,11 +34,11 @@ def cancel(ctx: click.Context, *, job_ids: tuple[str, ...], reason: str, as_json
     refused: list[tuple[str, JobState | None]] = []
     try:
         for job_id in dict.fromkeys(job_ids):
-            reached = transitions.cancel(extension.store, job_id, reason=reason)
-            if reached is JobState.CANCELLED:
+            answer = transitions.cancel_now(extension.store, job_id, reason=reason)
+            if answer.is_new:
                 done.append(job_id)
             else:
-                refused.append((job_id, reached))
+                refused.append((job_id, answer.state))
     finally:
         # Also if the store goes away half way: those have ended.
         _report_many(done, refused, as_json=as_json)
@@ -55,9 +55,16 @@ def _report_many(
         print_json(
             {
                 "jobs": [
-                    *({"job": one, "state": JobState.CANCELLED.value} for one in done),
                     *(
-                        {"job": one, "state": None if reached is None else reached.value}
+                        {"job": one, "state": JobState.CANCELLED.value, "ended_now": True}
+                        for one in done
+                    ),
+                    *(
+                        {
+                            "job": one,
+                            "state": None if reached is None else reached.value,
+                            "ended_now": False,
+                        }
                         for one, reached in refused
                     ),
                 ]

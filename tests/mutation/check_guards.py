@@ -1400,7 +1400,7 @@ GUARDS = (
     # operators
     Guard(
         "cancel: final",
-        "cancel",
+        "cancel_now",
         'JobState(row["state"]).is_final',
         "False",
         "test_operators.py",
@@ -1408,7 +1408,7 @@ GUARDS = (
     ),
     Guard(
         "cancel: final, in both",
-        "cancel",
+        "cancel_now",
         'JobState(row["state"]).is_final || '
         'guard=[job.c.state == row["state"], job.c.finished_at.is_(None)]',
         "False || guard=[]",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,7 @@ from celery_lease.store import queries, transitions
 from celery_lease.store.transitions import revoking
 from tests.store.builders import (
     again,
+    at_once,
     changes_of,
     finished,
     holding,
@@ -81,6 +82,51 @@ def test_one_that_stays_locked_keeps_no_other_from_its_end(row_store: Store) -> 
 
     states = {name: job_row(row_store, name)["state"] for name in ("a", "b", "c")}
     assert states == {"a": "cancelled", "b": "queued", "c": "cancelled"}
+
+
+def test_two_who_revoke_at_once_do_not_both_say_that_they_ended_a_job(
+    store: Store, other_store: Store
+) -> None:
+    for number in range(5):
+        names = [submitted(store, f"{number}{letter}") for letter in "abcdefgh"]
+
+        first, second = at_once(
+            *[
+                lambda s=s, names=names: transitions.cancel_all(s, names, reason="revoked")
+                for s in (store, other_store)
+            ]
+        )
+
+        assert sorted(first + second) == names
+
+
+def test_a_cancel_tells_whether_it_was_this_one_that_ended_the_job(store: Store) -> None:
+    submitted(store)
+
+    answers = [transitions.cancel_now(store, "job", reason="x") for _ in range(2)]
+
+    assert [(one.state, one.is_new) for one in answers] == [
+        (JobState.CANCELLED, True),
+        (JobState.CANCELLED, False),
+    ]
+
+
+def test_one_that_another_ends_meanwhile_is_not_this_ones(
+    row_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row was locked when the batch was ended; it is waited for, and found cancelled."""
+    submitted(row_store)
+
+    def after_the_other(store: Store, job_id: str, *, reason: str) -> Any:
+        held.rollback()
+        transitions.cancel(store, job_id, reason="by another")
+        return transitions.cancel_now(store, job_id, reason=reason)
+
+    monkeypatch.setattr(revoking, "cancel_now", after_the_other)
+    with holding(row_store, lock_job(row_store, "job", read=True)) as held:
+        assert transitions.cancel_all(row_store, ["job"], reason="revoked") == []
+
+    assert job_row(row_store)["state_reason"] == "by another"
 
 
 def test_a_running_one_is_ended_with_its_attempt(store: Store) -> None:

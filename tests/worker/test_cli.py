@@ -315,7 +315,7 @@ def test_a_job_is_cancelled_with_its_reason_and_resumed_as_the_same_job(
     shown = in_process("show", "running")
     resumed = in_process("resume", "running", "--reason", "data mended")
 
-    assert cancelled == {"jobs": [{"job": "running", "state": "cancelled"}]}
+    assert cancelled == {"jobs": [{"job": "running", "state": "cancelled", "ended_now": True}]}
     assert (shown["state_reason"], shown["attempts"][0]["state"]) == (
         "wrong data, says Ada",
         "cancelled",
@@ -347,6 +347,7 @@ def test_several_jobs_are_cancelled_and_of_each_is_said_what_became_of_it(
 
     said = lease(*some)
     again = lease(*some, "--json")
+    once_more = lease("cancel", "running", "--reason", "x")
 
     assert (said.returncode, said.stdout) == (1, "running is cancelled\n")
     assert said.stderr.splitlines() == [
@@ -355,10 +356,12 @@ def test_several_jobs_are_cancelled_and_of_each_is_said_what_became_of_it(
     ]
     assert (again.returncode, again.stderr) == (1, "")
     assert json.loads(again.stdout)["jobs"] == [
-        {"job": "running", "state": "cancelled"},
-        {"job": "nobody", "state": None},
-        {"job": "taken-over", "state": "succeeded"},
+        {"job": "nobody", "state": None, "ended_now": False},
+        {"job": "running", "state": "cancelled", "ended_now": False},
+        {"job": "taken-over", "state": "succeeded", "ended_now": False},
     ]
+    assert (once_more.returncode, once_more.stdout) == (1, "")
+    assert "job running is cancelled: nothing was changed" in once_more.stderr
 
 
 # -- reap, migrate, settings -----------------------------------------------------------------

@@ -37,7 +37,14 @@ from celery_lease.store.transitions.ending import (
 )
 from celery_lease.store.transitions.enqueuing import enqueue
 from celery_lease.store.transitions.keys import submit_keyed
-from celery_lease.store.transitions.operating import accept, cancel, hold_waiting, refuse, resume
+from celery_lease.store.transitions.operating import (
+    accept,
+    cancel,
+    cancel_now,
+    hold_waiting,
+    refuse,
+    resume,
+)
 from celery_lease.store.transitions.renewal import extend, renew
 from celery_lease.store.transitions.results import (
     claim_chord,
@@ -66,6 +73,7 @@ __all__ = [
     "cancel",
     "cancel_all",
     "cancel_dispatched",
+    "cancel_now",
     "claim",
     "claim_chord",
     "close_chord",

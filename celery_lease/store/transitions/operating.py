@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -25,24 +26,43 @@ from celery_lease.store.transitions.statements import (
 from celery_lease.store.transitions.timing import stop_running
 
 
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """What a request to end a job came to.
+
+    Attributes:
+        state: the state it is in, which is final; None: no such job.
+        is_new: True when this very call ended it; False when it had ended before, as cancelled
+            or otherwise.
+    """
+
+    state: JobState | None
+    is_new: bool = False
+
+
 def cancel(store: Store, job_id: str, *, reason: str = "cancelled") -> JobState | None:
     """End a job by request: anything but final → cancelled.
 
     Returns:
         ``cancelled`` when it was ended now, else the final state it is in; None: no such job.
     """
+    return cancel_now(store, job_id, reason=reason).state
+
+
+def cancel_now(store: Store, job_id: str, *, reason: str) -> Cancelled:
+    """Do as ``cancel``, and tell whether it was this call that ended the job."""
     if not may_be_id(job_id):
-        return None
+        return Cancelled(None)
     job = store.tables.job
     values = cancelled_values(reason)
 
-    def work() -> JobState | None:
+    def work() -> Cancelled:
         with store.transaction() as connection:
             row = lock_job(store, connection, job_id)
             if row is None:
-                return state_or_busy(store, connection, job_id)
+                return Cancelled(state_or_busy(store, connection, job_id))
             if JobState(row["state"]).is_final:
-                return JobState(row["state"])
+                return Cancelled(JobState(row["state"]))
             stop_running(
                 store,
                 connection,
@@ -51,7 +71,7 @@ def cancel(store: Store, job_id: str, *, reason: str = "cancelled") -> JobState 
                 guard=[job.c.state == row["state"], job.c.finished_at.is_(None)],
                 reason=reason,
             )
-            return JobState.CANCELLED
+            return Cancelled(JobState.CANCELLED, is_new=True)
 
     return store.retrying(work)
 

@@ -11,7 +11,7 @@ from sqlalchemy.sql.elements import ColumnElement
 
 from celery_lease.states import REPLACED_REVOKED, AttemptState, JobState
 from celery_lease.store.engine import Store
-from celery_lease.store.transitions.operating import cancel, cancelled_values
+from celery_lease.store.transitions.operating import cancel_now, cancelled_values
 from celery_lease.store.transitions.statements import FINAL, may_be_id
 from celery_lease.store.transitions.timing import stop_running
 
@@ -96,7 +96,7 @@ def _cancel_batch(store: Store, job_ids: list[str], reason: str) -> list[str]:
     ended = store.retrying(work)
     for job_id in sorted(set(left) - set(ended)):
         # Its row was locked: it is waited for alone.
-        if cancel(store, job_id, reason=reason) is JobState.CANCELLED:
+        if cancel_now(store, job_id, reason=reason).is_new:
             ended.append(job_id)
     return sorted(ended)
 
