@@ -43,7 +43,7 @@ from kombu import serialization
 from kombu.utils.encoding import bytes_to_str, ensure_bytes
 
 from celery_lease.dispatch import ending_error
-from celery_lease.exceptions import SettingError, StoreError, StoreUnavailable
+from celery_lease.exceptions import ChordClaimed, SettingError, StoreError, StoreUnavailable
 from celery_lease.extension import extension_of, is_leased
 from celery_lease.lease import Lease, current_lease
 from celery_lease.records import Outcome
@@ -61,6 +61,9 @@ PAUSE_GROWTH = 1.5
 #: How long the claim of a process that was about to fire a chord is respected.
 CHORD_CLAIM_SECONDS = 30.0
 CHORD_POLL_SECONDS = 0.05
+#: How long somebody waits for such a claim who is not a worker's child with nothing else to do:
+#: the one who has it joins the results and publishes one message.
+CHORD_WAIT_SECONDS = 1.0
 
 #: What a held job is called: it waits for a person. No state of Celery's says so.
 HELD = "HELD"
@@ -466,6 +469,8 @@ class LeaseBackend(BaseBackend):  # type: ignore[misc]  # Celery has no types
 
         Raises:
             StoreUnavailable: nothing was published; a leased part is replayed.
+            ChordClaimed: another process has the claim, and this one, which is no delivery of the
+                part, does not wait until it runs out; a leased part is told again.
         """
         chord_id, task_id = request.group, request.id
         if not chord_id or not task_id or not request.chord:
@@ -494,9 +499,11 @@ class LeaseBackend(BaseBackend):  # type: ignore[misc]  # Celery has no types
         """Publish what follows a chord if all its parts are there and nobody else does.
 
         A leased part that finds another's claim waits for what comes of it: once this word of it
-        has been taken it is settled, and there is no other.
+        has been taken it is settled, and there is no other. A delivery waits until the claim runs
+        out; a pass of the reaper, or who revokes, does not, and tells it again later.
         """
         nonce = uuid.uuid4().hex
+        until = None if is_under_lease(request) else time.monotonic() + CHORD_WAIT_SECONDS
         while True:
             chord = results.chord(self._store, chord_id)
             if chord is None or not chord.is_complete:
@@ -507,6 +514,8 @@ class LeaseBackend(BaseBackend):  # type: ignore[misc]  # Celery has no types
                 break
             if not is_replayed:
                 return
+            if until is not None and time.monotonic() >= until:
+                raise ChordClaimed(chord_id, request.id)
             time.sleep(CHORD_POLL_SECONDS)
         try:
             self._fire(request, chord_id, chord)

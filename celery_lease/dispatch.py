@@ -25,6 +25,8 @@ from celery_lease.states import JobState
 
 #: What is wrong with one job, and not with the broker or the result backend.
 _OF_THE_JOB = (
+    # Somebody else is at it.
+    exceptions.ChordClaimed,
     LookupError,
     TypeError,
     ValueError,

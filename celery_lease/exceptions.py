@@ -54,6 +54,30 @@ class StoreUnavailable(StoreError):
         )
 
 
+class ChordClaimed(StoreError):
+    """Raised when another process is about to publish the body of a chord, and takes its time.
+
+    Nothing is lost: whoever was told so leaves its part unsettled, and a later pass tells it again.
+
+    Args:
+        chord_id: Celery's group id.
+        task_id: the part that was told.
+
+    .. versionadded:: 0.1
+    """
+
+    def __init__(self, chord_id: str, task_id: str) -> None:
+        self.chord_id = chord_id
+        self.task_id = task_id
+        super().__init__(chord_id, task_id)
+
+    def __str__(self) -> str:
+        return (
+            f"another process claims to publish the body of chord {self.chord_id} and has not yet: "
+            f"its part {self.task_id} is left unsettled, and told again by a later pass"
+        )
+
+
 class SchemaMismatch(StoreError):
     """Raised when the store's tables are missing, older or newer than this code.
 

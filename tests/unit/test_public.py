@@ -12,6 +12,7 @@ from celery_lease import exceptions
 EXAMPLES = [
     exceptions.SettingError(["lease_duration is -1: give seconds above 0"]),
     exceptions.StoreUnavailable("postgresql://u:***@h/d", "refused"),
+    exceptions.ChordClaimed("c", "j"),
     exceptions.SchemaMismatch("sqlite:///x", None, "0001", "migrate"),
     exceptions.PayloadTooLarge("result", 2, 1, "lease_max_result_bytes", "t"),
     exceptions.ResultNotSerialisable("t", "json", "no"),

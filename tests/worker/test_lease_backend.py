@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import threading
 import time
 import uuid
 from datetime import datetime, timedelta, timezone
@@ -23,9 +24,15 @@ from celery.result import AsyncResult, GroupResult
 
 from celery_lease import JobInterrupted, LeasedTask, SettingError
 from celery_lease import backend as backend_module
-from celery_lease.backend import CHORD_CLAIM_SECONDS, FIRST_PAUSE_SECONDS, LeaseBackend
+from celery_lease.backend import (
+    CHORD_CLAIM_SECONDS,
+    CHORD_WAIT_SECONDS,
+    FIRST_PAUSE_SECONDS,
+    LeaseBackend,
+)
 from celery_lease.extension import extension_of
 from celery_lease.lease import Lease, in_force
+from celery_lease.reaper import PublishFailed
 from celery_lease.records import Claimed, Failure
 from celery_lease.states import LossCause
 from celery_lease.store import queries, results, transitions
@@ -902,6 +909,70 @@ def test_who_was_about_to_fire_and_died_is_followed_by_the_next_word(
     app: Celery, store: Store, tid: str
 ) -> None:
     """A replay of a leased part waits for the claim of the dead to run out."""
+    (only,) = header_of(app, tid, 1, task="leased")
+    succeed(store, held(store, only.id))
+    transitions.claim_chord(store, tid, "of the dead", claim_seconds=CHORD_CLAIM_SECONDS)
+    seconds = CHORD_CLAIM_SECONDS - 0.5
+    _move_back(store, store.tables.chord, "id", tid, "claimed_at", seconds=seconds)
+
+    app.backend.mark_as_done(only.id, 42, request=only)
+
+    assert published(app) == [(f"{tid}body", [42])]
+
+
+def test_who_revokes_does_not_wait_for_who_is_about_to_fire(
+    app: Celery, store: Store, tid: str
+) -> None:
+    """It waits a moment and no longer; a later pass tells the part again, and fires."""
+    parts = [app.tasks["leased"].s().set(task_id=f"{tid}{n}") for n in range(2)]
+    body = app.tasks["plain"].s().set(task_id=f"{tid}body")
+    chord_id = chord(parts, body).apply_async().parent.id
+    app.control.revoke(f"{tid}0")
+    transitions.claim_chord(store, chord_id, "frozen", claim_seconds=CHORD_CLAIM_SECONDS)
+    began = time.monotonic()
+
+    app.control.revoke(f"{tid}1")
+
+    assert CHORD_WAIT_SECONDS <= time.monotonic() - began < CHORD_CLAIM_SECONDS / 2
+    found = queries.outcome(store, f"{tid}1")
+    assert found is not None
+    assert found[0].state == "cancelled"
+    reaper = extension_of(app).reaper()
+    with pytest.raises(PublishFailed, match="ChordClaimed") as caught:
+        reaper.settle(*found)
+    assert not caught.value.is_away
+    _move_back(store, store.tables.chord, "id", chord_id, "claimed_at", seconds=31)
+    found = queries.outcome(store, f"{tid}1")
+    assert found is not None
+    assert reaper.settle(*found) == "closed"
+    chord_row = results.chord(store, chord_id)
+    assert chord_row is not None
+    assert chord_row.is_fired
+    assert queries.outcome(store, f"{tid}1") is None
+    # Their parts, and no body.
+    assert {task_id for task_id, _ in published(app)} == {f"{tid}0", f"{tid}1"}
+
+
+def test_who_is_about_to_fire_is_waited_for_a_moment(app: Celery, store: Store, tid: str) -> None:
+    """Most take milliseconds: it would be told again for nothing."""
+    (only,) = header_of(app, tid, 1, task="leased")
+    succeed(store, held(store, only.id))
+    transitions.claim_chord(store, tid, "at work", claim_seconds=CHORD_CLAIM_SECONDS)
+    fires = threading.Timer(0.2, lambda: transitions.close_chord(store, tid))
+    fires.start()
+
+    app.backend.mark_as_done(only.id, 42, request=only)
+
+    fires.join()
+    assert published(app) == []
+
+
+def test_a_delivery_waits_until_the_claim_runs_out(
+    app: Celery, store: Store, tid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay has nothing else to do, and an error would be taken for one of Celery's."""
+    monkeypatch.setattr(backend_module, "CHORD_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(backend_module, "is_under_lease", lambda _: True)
     (only,) = header_of(app, tid, 1, task="leased")
     succeed(store, held(store, only.id))
     transitions.claim_chord(store, tid, "of the dead", claim_seconds=CHORD_CLAIM_SECONDS)
