@@ -265,12 +265,15 @@ def replaced_version(store: Store, job_id: str) -> int | None:
 
 
 def uncounted_ends(store: Store, job_id: str) -> int:
-    """Return how many attempts of a job gave it back, or vanished after a request to stop."""
-    attempt = store.tables.attempt
+    """Return how many attempts of a job gave it back, or vanished after a request to stop.
+
+    Since it was last resumed.
+    """
+    job, attempt = store.tables.job, store.tables.attempt
     statement = (
         select(sa.func.count())
         .select_from(attempt)
-        .where(attempt.c.job_id == job_id, is_uncounted_end(attempt))
+        .where(attempt.c.job_id == job_id, is_uncounted_end(job, attempt))
     )
 
     def work() -> int:

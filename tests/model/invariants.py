@@ -70,8 +70,10 @@ def losses_are_counted(state: State, bounds: Bounds) -> str:
 
 def _is_spared(state: State, at: int, bounds: Bounds) -> bool:
     """Tell whether this attempt vanished when it had been asked to stop, within the cap."""
-    earlier = [a for a in state.attempts[:at] if a.state == "released" or _stopped(a)]
-    return _stopped(state.attempts[at]) and len(earlier) < bounds.cap
+    this = state.attempts[at]
+    earlier = [a for a in state.attempts[:at] if a.life == this.life]
+    given_back = [a for a in earlier if a.state == "released" or _stopped(a)]
+    return _stopped(this) and len(given_back) < bounds.cap
 
 
 def _stopped(attempt: Attempt) -> bool:

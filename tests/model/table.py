@@ -64,6 +64,7 @@ def is_counted(state: State, bounds: Bounds, rules: Rules) -> bool:
     spared = sum(
         attempt.state == "released" or (attempt.state in LOST_ENDS and attempt.asked)
         for attempt in earlier
+        if attempt.life == state.job.life
     )
     return spared >= bounds.cap and rules.stops_are_capped
 

@@ -1495,6 +1495,14 @@ GUARDS = (
     Guard(
         "resume: clears dispatched_at", "resume", '"dispatched_at": None,', "", "test_operators.py"
     ),
+    Guard(
+        "resume: the cap begins anew",
+        "resume",
+        '"resumed_token": job.c.fencing_token,',
+        "",
+        "test_stopping.py",
+        "resumed",
+    ),
     Guard("resume: clears the losses", "resume", '"lost_count": 0,', "", "test_operators.py"),
     Guard(
         "resume: bounds still to come",

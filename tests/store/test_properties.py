@@ -465,7 +465,8 @@ class Protocol(RuleBasedStateMachine):
         attempts = self.now["attempt"]
         if not _is_spared(attempts[vanished]):
             return True
-        others = [attempt for key, attempt in attempts.items() if key[0] == vanished[0]]
+        since = self.now["job"][vanished[0]]["resumed_token"] or 0
+        others = [a for key, a in attempts.items() if key[0] == vanished[0] and key[1] > since]
         spared = [a for a in others if a["state"] == "released" or _is_spared(a)]
         return len(spared) > UNCOUNTED_ENDS
 

@@ -308,6 +308,20 @@ def test_ends_that_were_counted_do_not_use_up_the_cap(store: Store) -> None:
     assert queries.uncounted_ends(store, "job") == 1
 
 
+def test_the_cap_of_a_resumed_job_begins_anew(store: Store) -> None:
+    lease = running_after(store, UNCOUNTED_ENDS, *WAYS, max_attempts=1)
+    transitions.release(store, lease, parting())
+    transitions.hold_waiting(store, "job", reason="look")
+
+    transitions.resume(store, "job", reason="again")
+
+    assert queries.uncounted_ends(store, "job") == 0
+    for count in range(UNCOUNTED_ENDS):
+        assert queries.uncounted_ends(store, "job") == count
+        assert not lost(store, asked_to_stop(store, claimed(store))).is_counted
+    assert lost(store, asked_to_stop(store, claimed(store))).is_counted
+
+
 def test_other_jobs_do_not_use_up_the_cap(store: Store) -> None:
     submitted(store, "other")
     for _ in range(UNCOUNTED_ENDS + 1):

@@ -168,6 +168,7 @@ def resume(
         "available_at": clock(),
         "expires_at": _anew(job.c.expires_at, expires_seconds),
         "deadline_at": _anew(job.c.deadline_at, deadline_seconds),
+        "resumed_token": job.c.fencing_token,
         "lost_count": 0,
         "failure_count": 0,
         "dispatched_at": None,

@@ -18,12 +18,24 @@ from celery_lease.store.engine import Store
 from celery_lease.store.transitions.statements import built, clean, lock_job, state_or_busy
 
 
-def is_uncounted_end(attempt: Any) -> ColumnElement[bool]:
-    """Return whether an attempt's end was one that the cap on uncounted ends is about."""
+def is_uncounted_end(job: Any, attempt: Any) -> ColumnElement[bool]:
+    """Return whether an attempt's end was one that the cap on uncounted ends is about.
+
+    The counts of a resumed job begin anew: what it went through before is not asked for.
+    """
+    resumed = (
+        select(sa.func.coalesce(job.c.resumed_token, 0))
+        .where(job.c.id == attempt.c.job_id)
+        .correlate(attempt)
+        .scalar_subquery()
+    )
     vanished = attempt.c.state.in_([AttemptState.EXPIRED.value, AttemptState.LOST.value])
-    return sa.or_(
-        attempt.c.state == AttemptState.RELEASED.value,
-        sa.and_(vanished, attempt.c.stop_requested_at.is_not(None)),
+    return sa.and_(
+        sa.or_(
+            attempt.c.state == AttemptState.RELEASED.value,
+            sa.and_(vanished, attempt.c.stop_requested_at.is_not(None)),
+        ),
+        attempt.c.fencing_token > resumed,
     )
 
 
@@ -61,9 +73,9 @@ def decide(
 
 def _stops_statement(store: Store) -> Any:
     """Return the read of whether an attempt was asked to stop, and of how many were spared."""
-    attempt = store.tables.attempt
+    job, attempt = store.tables.job, store.tables.attempt
     this = attempt.c.fencing_token == bindparam("p_token")
-    earlier = sa.and_(sa.not_(this), is_uncounted_end(attempt))
+    earlier = sa.and_(sa.not_(this), is_uncounted_end(job, attempt))
     stopping = sa.and_(this, attempt.c.stop_requested_at.is_not(None))
     return select(
         sa.func.max(case((stopping, 1), else_=0)).label("stop_requested"),
