@@ -35,6 +35,7 @@ from tests.store.builders import (
     nothing_changes,
     parting,
     rows,
+    set_job,
     statements_of,
     store_now,
     submitted,
@@ -581,6 +582,25 @@ def test_a_job_whose_key_was_taken_meanwhile_is_not_resumed(store: Store) -> Non
         answer = transitions.resume(store, "one", reason="again")
 
     assert answer is JobState.FAILED
+
+
+@pytest.mark.parametrize("way", ["held", "cancelled"])
+def test_a_job_that_followed_does_so_again_when_it_is_resumed(store: Store, way: str) -> None:
+    holder = running_keyed(store, "one")
+    following(store, "two")
+    if way == "held":
+        transitions.hold_waiting(store, "two", reason="look")
+    else:
+        transitions.cancel(store, "two", reason="x")
+        set_job(store, "two", settled_at=store_now(store))
+
+    assert transitions.resume(store, "two", reason="again") is JobState.QUEUED
+
+    assert holders(store) == ["one"]
+    finished(store, holder)
+    assert isinstance(transitions.claim(store, new_delivery("two")), Replay)
+    row = job_row(store, "two")
+    assert (row["state"], row["state_reason"]) == ("succeeded", "follows one")
 
 
 def test_a_retry_keeps_the_key(store: Store) -> None:

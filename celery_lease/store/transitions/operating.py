@@ -153,7 +153,8 @@ def resume(
 
     Returns:
         ``queued``, or the state it is in when it cannot be resumed (in a state that can: another
-        job has taken its idempotency key); None: no such job.
+        job has taken its idempotency key, and it has run itself); None: no such job. One that has
+        never run follows the holder of its key.
     """
     job = store.tables.job
     guard = [
@@ -185,7 +186,17 @@ def resume(
         "settled_at": None,
         "finished_at": None,
     }
-    return _operate(store, job_id, guard, values, JobState.QUEUED)
+    reached = _operate(store, job_id, guard, values, JobState.QUEUED)
+    if reached is JobState.QUEUED:
+        return reached
+    # Its key is held. One that never held it has waited for the holder, and does so again.
+    has_followed = sa.and_(
+        job.c.idempotency_key.is_not(None),
+        job.c.active_key.is_(None),
+        sa.or_(job.c.state == JobState.HELD.value, job.c.fencing_token == 0),
+    )
+    follows = values | {"active_key": None}
+    return _operate(store, job_id, [*guard, has_followed], follows, JobState.QUEUED)
 
 
 def _anew(instant: Any, seconds: float | None) -> Any:
