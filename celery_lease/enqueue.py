@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from celery.backends.rpc import RPCBackend
+from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
 from kombu.utils import json as kombu_json
 
@@ -25,7 +27,7 @@ from celery_lease import events
 from celery_lease.exceptions import IdempotencyConflict, SettingError, StoreError
 from celery_lease.extension import Extension, extension_of
 from celery_lease.reaper import PublishFailed
-from celery_lease.recording import taken_by
+from celery_lease.recording import may_exist, submitted, taken_by
 from celery_lease.records import NewJob
 from celery_lease.store import queries, transitions
 from celery_lease.store.callers import Caller, caller_of, place_of
@@ -36,6 +38,10 @@ from celery_lease.store.engine import Store
 SEND_SECONDS = 5.0
 SEND_BATCH = 200
 
+_NOT_MADE = (
+    "enqueue() made no job of {}: what stands in for its apply_async(), or for send_task() of its "
+    "app, has made a message of another id, or none"
+)
 _DJANGO = "celery_lease.contrib.django:DjangoCaller"
 
 
@@ -46,26 +52,27 @@ def enqueue(task: Any, caller: Caller, args: Any, kwargs: Any, options: dict[str
         The ``AsyncResult`` of the job: of the existing one, if its key or its id is taken.
 
     Raises:
-        SettingError: the caller's database is not the store's.
+        SettingError: the caller's database is not the store's, or the message could not be one
+            that leaves later.
         IdempotencyConflict: the key is held by a job with other arguments.
     """
+    _refuse_what_leaves_at_once(task, options)
     if task.app.conf.task_always_eager:
         return task.apply_async(args, kwargs, **options)
     extension = extension_of(task.app)
     place = place_of(extension.raw_store, caller, prepare=lambda: extension.store)
-    result, jobs = _made(task, args, kwargs, options)
-    for job in jobs:
-        new = replace(job, dispatched=False)
-        existing = transitions.enqueue(extension.raw_store, place, caller, new)
-        if existing is None:
-            # What is deferred is no message for now.
-            if job.dispatched:
-                caller.after_commit(job.job_id, _Committed(extension))
-        elif not existing.same_arguments:
-            assert job.key is not None
-            raise IdempotencyConflict(job.task, job.key.text, existing.job_id)
-        elif job.job_id == result.id:
+    result, job = _made(extension, task, args, kwargs, options)
+    existing = transitions.enqueue(
+        extension.raw_store, place, caller, replace(job, dispatched=False)
+    )
+    if existing is not None:
+        if existing.same_arguments:
             return task.AsyncResult(existing.job_id)
+        assert job.key is not None
+        raise IdempotencyConflict(job.task, job.key.text, existing.job_id)
+    if job.dispatched:
+        # What is deferred is no message for now.
+        caller.after_commit(job.job_id, _Committed(extension))
     parent = task.app.current_worker_task
     if parent and options.get("add_to_parent", True):
         # As Celery does for a call from a body, and now that there is such a job.
@@ -73,23 +80,67 @@ def enqueue(task: Any, caller: Caller, args: Any, kwargs: Any, options: dict[str
     return result
 
 
-def _made(task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> tuple[Any, list[NewJob]]:
-    """Have Celery make a call; return its result, and the job (a signal may have called others).
+def _refuse_what_leaves_at_once(task: Any, options: dict[str, Any]) -> None:
+    """Refuse a call whose message would not pass through the store, before it is made.
+
+    Raises:
+        SettingError: says which, and what to do.
+    """
+    app, problem = task.app, None
+    given = [name for name in ("connection", "producer") if options.get(name) is not None]
+    if given:
+        problem = (
+            f"enqueue() takes no {' and no '.join(given)}: the message leaves after the commit, "
+            "and by the app's own broker; call apply_async() after the commit"
+        )
+    elif app.tasks.get(task.name) is None or not extension_of(app).is_leased(task.name):
+        problem = (
+            f"enqueue() needs {task.name} among the tasks of its app, as a leased one: define it "
+            "with base=LeasedTask, and do not unregister it"
+        )
+    elif app.conf.task_protocol not in (None, 2):
+        problem = (
+            f"enqueue() needs task_protocol 2, and it is {app.conf.task_protocol!r}: its messages "
+            "cannot be recorded, and would leave whether or not the transaction is committed"
+        )
+    if problem is not None:
+        raise SettingError([problem])
+
+
+def _made(
+    extension: Extension, task: Any, args: Any, kwargs: Any, options: dict[str, Any]
+) -> tuple[Any, NewJob]:
+    """Have Celery make a call; return its result, and the job.
 
     Celery's Redis backend subscribes to a result as its task is sent. That would make a caller
     wait for a server that it does not need: ``get()`` subscribes by itself. So it is a call whose
     result is ignored, until its message is made.
+
+    Raises:
+        SettingError: something else made of the call a message that is not this job's.
     """
     ignores = options.get("ignore_result", task.ignore_result)
     is_hidden = not ignores and not isinstance(task.backend, RPCBackend)
-    options = {**options, "add_to_parent": False, "ignore_result": ignores or is_hidden}
-    taken = _Taken()
-    with taken_by(taken, unsent=True):
+    # Made here, so that this very job is recognised: those who are told of a publish may call
+    # others.
+    given_id = options.get("task_id") or None
+    job_id = given_id or uuid()
+    options = {
+        **options,
+        "task_id": job_id,
+        "add_to_parent": False,
+        "ignore_result": ignores or is_hidden,
+    }
+    taken = _Taken(extension, job_id)
+    # As ``apply_async`` decides it for an id that it makes itself.
+    is_known = given_id is not None or options.get("parent_id")
+    with taken_by(taken, unsent=True), nullcontext() if is_known else may_exist(job_id):
         result = task.apply_async(args, kwargs, **options)
+    job = taken.job
+    if job is None or result.id != job_id:
+        raise SettingError([_NOT_MADE.format(task.name)])
     result.ignored = ignores
-    if is_hidden:
-        return result, [_heeded(job) if job.job_id == result.id else job for job in taken.jobs]
-    return result, taken.jobs
+    return result, _heeded(job) if is_hidden else job
 
 
 def caller_for(task: Any, session: object, using: str | None) -> Caller:
@@ -121,15 +172,34 @@ def _django() -> Callable[[str, Store], Caller]:
 
 
 class _Taken:
-    """Keeps the jobs that Celery has made."""
+    """Keeps the job that the call is for.
 
-    def __init__(self) -> None:
-        self.jobs: list[NewJob] = []
+    Those who are told of a publish (``before_task_publish``, ``after_task_publish``) may call
+    other tasks meanwhile. Those calls are not the caller's: each is recorded and sent by itself.
+
+    Args:
+        extension: of the app.
+        job_id: the id of the job to keep.
+    """
+
+    def __init__(self, extension: Extension, job_id: str) -> None:
+        self._extension = extension
+        self._job_id = job_id
+        self.job: NewJob | None = None
 
     def take(self, job: NewJob, send: Callable[[], Any]) -> None:
-        """Keep a job; it is sent by who finds it in the store."""
+        """Keep the job, which is sent by who finds it in the store; record and send another.
+
+        Raises:
+            StoreUnavailable: another was not recorded.
+            IdempotencyConflict: the key of another is held by a job with other arguments.
+            JobExists: the key of another is held.
+        """
         del send
-        self.jobs.append(job)
+        if job.job_id == self._job_id:
+            self.job = job
+        elif submitted(self._extension.store, replace(job, dispatched=False)) and job.dispatched:
+            _Committed(self._extension, is_told=True)([job.job_id])
 
 
 def _heeded(job: NewJob) -> NewJob:
@@ -141,9 +211,15 @@ def _heeded(job: NewJob) -> NewJob:
 
 @dataclass(frozen=True, slots=True)
 class _Committed:
-    """Sends jobs whose transaction is over."""
+    """Sends jobs whose transaction is over.
+
+    Attributes:
+        extension: of the app.
+        is_told: True when it is said already that they are submitted.
+    """
 
     extension: Extension
+    is_told: bool = False
 
     def __call__(self, job_ids: list[str]) -> None:
         """Send those that are there; gives up at the first sign of trouble."""
@@ -155,7 +231,10 @@ class _Committed:
                 for candidate in queries.committed(self.extension.store, batch):
                     if time.monotonic() > until:
                         return
-                    events.emit(events.JOB_SUBMITTED, job_id=candidate.job_id, task=candidate.task)
+                    if not self.is_told:
+                        events.emit(
+                            events.JOB_SUBMITTED, job_id=candidate.job_id, task=candidate.task
+                        )
                     reaper.dispatch(candidate)
         except PublishFailed:
             # It is said in the log already: the broker is away.

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import sqlalchemy as sa
+from celery import signals
+from kombu import Connection as KombuConnection
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool, QueuePool, StaticPool
@@ -453,6 +455,84 @@ def test_an_eager_app_runs_the_body_at_once(make_site: Any, sqlite_url: str) -> 
     engine.dispose()
 
     assert site.jobs() == []
+
+
+# --- what would not pass through the store ------------------------------------------------------
+
+
+def refused(site: Site, name: str, said: str, **options: Any) -> None:
+    """Enqueue in a transaction that is committed; nothing is recorded, and nothing leaves."""
+    task = site.task(name)
+    if options.pop("unregistered", False):
+        task = task._get_current_object() if hasattr(task, "_get_current_object") else task
+        site.app.tasks.unregister(name)
+    engine = sa.create_engine(site.store_url)
+    with engine.begin() as connection, pytest.raises(SettingError, match=said):
+        task.enqueue(connection, (1, 2), **options)
+    engine.dispose()
+    assert site.jobs() == []
+    assert site.queued("celery") == []
+
+
+def test_the_old_protocol_is_refused_and_nothing_leaves(make_site: Any, sqlite_url: str) -> None:
+    refused(make_site(sqlite_url, task_protocol=1), "t.add", "task_protocol 2")
+
+
+def test_a_task_that_its_app_does_not_know_is_refused_and_nothing_leaves(
+    make_site: Any, sqlite_url: str
+) -> None:
+    refused(make_site(sqlite_url), "t.add", "among the tasks of its app", unregistered=True)
+
+
+def test_a_broker_of_the_callers_is_refused(make_site: Any, sqlite_url: str) -> None:
+    site = make_site(sqlite_url)
+    with KombuConnection("memory://") as other:
+        refused(site, "t.add", "no connection", connection=other)
+        refused(site, "t.add", "no producer", producer=site.app.amqp.Producer(other))
+
+
+def test_a_call_of_which_something_makes_another_is_an_error(
+    sqlite_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = sqlite_place.site.app.send_task
+
+    def sends(name: str, *args: Any, **options: Any) -> Any:
+        return plain(name, *args, **{**options, "task_id": f"another-{options['task_id']}"})
+
+    monkeypatch.setattr(sqlite_place.site.app, "send_task", sends)
+    with sqlite_place.engine.begin() as connection, pytest.raises(SettingError, match="another id"):
+        sqlite_place.add.enqueue(connection, (1, 2))
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("signal_name", ["before_task_publish", "after_task_publish"])
+def test_what_is_called_by_those_who_are_told_of_a_publish_is_not_the_callers(
+    place: Place,
+    is_held: bool,  # noqa: FBT001  of the table above
+    signal_name: str,
+) -> None:
+    """Each is recorded and sent by itself, and finds the one that holds its key."""
+    told, names = getattr(signals, signal_name), f"{place.kind}-{is_held}-{signal_name}"
+    key, by_value = f"told-{names}", place.site.task("k.until_final")
+    holder = by_value.apply_async((names,), idempotency_key=f"value-{names}")
+    if is_held:
+        place.add.apply_async((1, 2), idempotency_key=key)
+    called: list[Any] = []
+
+    def on_publish(sender: str, **_: Any) -> None:
+        if sender == "t.add":
+            called.append(place.site.task("t.mark").delay(names))
+            called.append(by_value.apply_async((names,), idempotency_key=f"value-{names}"))
+
+    told.connect(on_publish)
+    try:
+        with place.engine.connect() as connection:
+            place.add.enqueue(connection, (1, 2), idempotency_key=key)
+    finally:
+        told.disconnect(on_publish)
+
+    assert called[1].id == holder.id
+    assert [place.copies(one) for one in called] == [1, 1]
 
 
 # --- keys and ids that are taken ----------------------------------------------------------------
