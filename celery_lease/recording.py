@@ -261,6 +261,7 @@ class RecordingProducer:
     ) -> None:
         self._producer = producer
         self._connections = connections if connections.serves(producer) else None
+        self._of_app = connections
         self._body = body
         self._leased_task = task
         self._task = task.name
@@ -354,7 +355,10 @@ class RecordingProducer:
     def _is_deferred(self, headers: Mapping[str, Any]) -> bool:
         """Tell whether a message stays in the store until it is nearly due."""
         after, delay = self._task_settings.defer_after_seconds, seconds_until(headers.get("eta"))
-        return after is not None and delay is not None and delay > after
+        if after is None or delay is None or delay <= after:
+            return False
+        # It would leave later, and by the app's own broker: not for one that the caller chose.
+        return self._connections is not None or not self._of_app.is_bounded
 
     def _key(self, body: Any, headers: dict[str, Any]) -> IdempotencyKey | None:
         args, kwargs = body[:2]

@@ -94,6 +94,22 @@ def test_an_eta_and_a_task_sent_by_name_are_kept_too(
         assert_in_store_alone(site, sent.id)
 
 
+def test_what_goes_to_a_broker_of_the_callers_is_not_kept(
+    make_site: Callable[..., Site], sqlite_url: str
+) -> None:
+    """Later it would leave by the app's own."""
+    site = lonely(make_site, sqlite_url)
+
+    with Connection("memory://") as other:
+        sent = site.task("t.add").apply_async((1, 2), countdown=HOUR, connection=other)
+        message = other.SimpleQueue("celery").get(block=False)
+
+    assert message.headers["id"] == sent.id
+    assert site.job(sent.id)["dispatch_count"] == 1
+    site.run_pass()
+    assert site.queued("celery") == []
+
+
 # --- due ------------------------------------------------------------------------------------------
 
 
