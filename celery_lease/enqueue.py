@@ -26,9 +26,9 @@ from kombu.utils import json as kombu_json
 from celery_lease import events
 from celery_lease.exceptions import IdempotencyConflict, SettingError, StoreError
 from celery_lease.extension import Extension, extension_of
-from celery_lease.reaper import PublishFailed
+from celery_lease.reaper import PublishFailed, Reaper
 from celery_lease.recording import may_exist, submitted, taken_by
-from celery_lease.records import NewJob
+from celery_lease.records import Dispatchable, NewJob
 from celery_lease.store import queries, transitions
 from celery_lease.store.callers import Caller, caller_of, place_of
 from celery_lease.store.engine import Store
@@ -222,7 +222,7 @@ class _Committed:
     is_told: bool = False
 
     def __call__(self, job_ids: list[str]) -> None:
-        """Send those that are there; gives up at the first sign of trouble."""
+        """Send those that are there; gives up when the broker or the store is away."""
         until = time.monotonic() + SEND_SECONDS
         try:
             reaper = self.extension.reaper()
@@ -235,9 +235,17 @@ class _Committed:
                         events.emit(
                             events.JOB_SUBMITTED, job_id=candidate.job_id, task=candidate.task
                         )
-                    reaper.dispatch(candidate)
-        except PublishFailed:
-            # It is said in the log already: the broker is away.
-            return
+                    if _finds_the_broker_away(reaper, candidate):
+                        return
         except StoreError as error:
             events.emit(events.STORE_UNAVAILABLE, reason=str(error))
+
+
+def _finds_the_broker_away(reaper: Reaper, candidate: Dispatchable) -> bool:
+    """Send one job; a message that the broker refuses is not in the way of the others."""
+    try:
+        reaper.dispatch(candidate)
+    except PublishFailed as error:
+        # It is said in the log already.
+        return error.is_away
+    return False
