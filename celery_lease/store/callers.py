@@ -291,8 +291,19 @@ def _begins(connection: Connection, *_: object) -> None:
 def _returned(connection: object, record: Any) -> None:
     del connection
     remembered = record.info.get(_KEY)
-    if remembered is not None:
+    if remembered is None:
+        return
+    try:
         _send(remembered)
+    except BaseException:
+        # What interrupts a thread is not ours to swallow. But the pool puts the connection back
+        # after this event, and would lose it: so that is done here.
+        pool = getattr(record, "_ConnectionRecord__pool", None)
+        if pool is None:
+            logger.exception("lease.enqueue.interrupted")
+            return
+        pool._return_conn(record)  # noqa: SLF001  there is no other way to it
+        raise
 
 
 def _send(remembered: _Remembered) -> None:
@@ -302,7 +313,10 @@ def _send(remembered: _Remembered) -> None:
 
 
 def send_all(jobs: Sequence[tuple[Send, str]]) -> None:
-    """Have jobs sent whose transaction is over, those of one sender together; never raises."""
+    """Have jobs sent whose transaction is over, those of one sender together.
+
+    No error comes out of it, only what interrupts the thread: the reaper sends what is left.
+    """
     by_sender: dict[Send, list[str]] = {}
     for send, job_id in jobs:
         by_sender.setdefault(send, []).append(job_id)

@@ -887,6 +887,44 @@ def test_whatever_is_wrong_after_the_commit_is_not_the_callers(
     engine.dispose()
 
 
+def test_a_message_that_cannot_be_sent_is_not_in_the_way_of_the_others(place: Place) -> None:
+    message = place.site.tables.message
+    with place.engine.begin() as connection:
+        damaged, *others = [place.add.enqueue(connection, (number, 2)) for number in range(4)]
+        connection.execute(
+            sa.update(message).where(message.c.job_id == damaged.id).values(headers="{")
+        )
+
+    assert [place.copies(one) for one in (damaged, *others)] == [0, 1, 1, 1]
+
+
+class _Interrupted(BaseException):
+    """As a lease that is lost, a timeout of gevent's, Ctrl-C."""
+
+
+@pytest.mark.parametrize("pool", [QueuePool, NullPool])
+def test_what_interrupts_the_sending_costs_the_caller_no_connection(
+    sqlite_place: Place, monkeypatch: pytest.MonkeyPatch, pool: Any
+) -> None:
+    bounds = {"pool_size": 1, "max_overflow": 0, "pool_timeout": 1} if pool is QueuePool else {}
+    engine = sqlite_place.made(poolclass=pool, **bounds)
+
+    def interrupts(*_: Any, **__: Any) -> None:
+        raise _Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr("celery_lease.store.queries.committed", interrupts)
+        for _ in range(3):
+            with pytest.raises(_Interrupted), engine.begin() as connection:
+                result = sqlite_place.add.enqueue(connection, (1, 2))
+        assert sqlite_place.is_there(result)
+
+    with engine.begin() as one:
+        again = sqlite_place.add.enqueue(one, (1, 2))
+    assert sqlite_place.copies(again) == 1
+    engine.dispose()
+
+
 def test_a_store_that_goes_away_takes_nothing_from_the_caller(
     make_site: Any,
     postgresql_url: str,
