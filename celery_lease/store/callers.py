@@ -100,9 +100,20 @@ def place_of(store: Store, caller: Caller, *, prepare: Callable[[], object]) -> 
         ours = store.retrying(lambda: _ours(store))
         # Twice: the server may have been restarted between the two.
         if ours is not None and ours == _place(store, caller.fetch, ours.schema):
-            place = store.seen_by[caller.identity] = store.qualified(ours.schema)
-            return place
+            return _remember(store, caller.identity, ours.schema)
     raise _elsewhere(store, caller)
+
+
+def _remember(store: Store, identity: Hashable, schema: str) -> Store:
+    """Keep how a caller has to write the tables' names, and no longer those of who is gone."""
+    seen = list(store.seen_by.items())
+    for known, _ in seen:
+        if isinstance(known, weakref.ref) and known() is None:
+            store.seen_by.pop(known, None)
+    named = next((place for _, place in seen if place.schema == schema), None)
+    # The same for all: each has statements of its own.
+    place = store.seen_by[identity] = named or store.qualified(schema)
+    return place
 
 
 def _place(store: Store, ask: Ask, schema: str | None = None) -> Whereabouts | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -135,3 +137,19 @@ def test_who_meets_a_key_of_an_open_transaction_is_told_and_does_not_hang(
 
     assert transitions.submit_keyed(store, keyed_job("two")) == Existing("one")
     engine.dispose()
+
+
+def test_an_engine_that_is_gone_is_forgotten(store: Store) -> None:
+    """One a tenant, a test, an event loop."""
+    places = set()
+    for _ in range(5):
+        made = sa.create_engine(store._url, poolclass=sa.NullPool)
+        with made.connect() as connection:
+            places.add(place_of(store, ConnectionCaller(connection), prepare=lambda: None))
+        made.dispose()
+        del made, connection
+        gc.collect()
+
+    assert len(places) == 1
+    gone = [one for one in store.seen_by if isinstance(one, weakref.ref) and one() is None]
+    assert len(gone) <= 1
