@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sqlalchemy import event
-from sqlalchemy.engine import Connection
+from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, scoped_session
 
@@ -37,6 +37,13 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[list[str]], None]
 _KEY = "celery_lease"
+#: What a caller may have told his connection for his own statements: no cursor on the server, and
+#: the names of our tables as they are.
+_PLAIN: Mapping[str, Any] = {
+    "stream_results": False,
+    "yield_per": None,
+    "schema_translate_map": None,
+}
 
 
 class Caller(Protocol):
@@ -184,19 +191,22 @@ class ConnectionCaller:
 
     def fetch(self, statement: Any, parameters: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Run a statement and return its rows."""
-        return [dict(row) for row in self._connection.execute(statement, parameters).mappings()]
+        return [dict(row) for row in self._execute(statement, parameters).mappings()]
 
     def write(self, statement: Any, parameters: Mapping[str, Any]) -> int:
         """Run a statement and return how many rows it has changed."""
-        return int(self._connection.execute(statement, parameters).rowcount)
+        return int(self._execute(statement, parameters).rowcount)
 
     def insert(self, statement: Any, parameters: Mapping[str, Any]) -> BaseException | None:
         """Run an INSERT; returns the error if there is such a row."""
         try:
-            self._connection.execute(statement, parameters)
+            self._execute(statement, parameters)
         except IntegrityError as error:
             return error
         return None
+
+    def _execute(self, statement: Any, parameters: Mapping[str, Any]) -> CursorResult[Any]:
+        return self._connection.execute(statement, parameters, execution_options=_PLAIN)
 
     def after_commit(self, job_id: str, send: Send) -> None:
         """Have a job sent once this transaction is committed."""

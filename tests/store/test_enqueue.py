@@ -153,3 +153,22 @@ def test_an_engine_that_is_gone_is_forgotten(store: Store) -> None:
     assert len(places) == 1
     gone = [one for one in store.seen_by if isinstance(one, weakref.ref) and one() is None]
     assert len(gone) <= 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"stream_results": True},
+        {"yield_per": 10},
+        {"schema_translate_map": {None: "tenant", "public": "tenant", "main": "tenant"}},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_what_a_connection_was_told_for_its_own_statements_is_not_for_ours(
+    store: Store, engine: sa.Engine, option: dict[str, Any]
+) -> None:
+    with calling(store, engine.execution_options(**option)) as enqueue:
+        assert enqueue(keyed_job("one", dispatched=False)) is None
+        assert enqueue(keyed_job("two")) == Existing("one")
+
+    assert committed(store, "one") == ["one"]
