@@ -89,8 +89,10 @@ class Batch:
             self._bytes += len(job.message.body)
             if len(self._held) >= BATCH or self._bytes >= BATCH_BYTES:
                 self.flush()
-        elif self._in_the_end(job, lambda: submitted(self._store(), job)):
-            self._send([(job, send)])
+            return
+        is_new = self._in_the_end(job, lambda: submitted(self._store(), job))
+        if is_new is not False:
+            self._send([(job, send)], is_recorded=is_new is not None)
 
     def flush(self) -> None:
         """Record what is held, in one transaction, and send it.
@@ -105,7 +107,11 @@ class Batch:
             return
         jobs = [job for job, _ in held]
         ids = self._in_the_end(jobs[0], lambda: transitions.submit_many(self._store(), jobs))
-        ours = held if ids is None else [one for one in held if one[0].job_id in ids]
+        # Of two with one id the first is recorded; the other one is that job.
+        first: dict[str, tuple[NewJob, Send]] = {}
+        for job, send in held:
+            first.setdefault(job.job_id, (job, send))
+        ours = [one for job_id, one in first.items() if ids is None or job_id in ids]
         for job, _ in ours:
             events.emit(events.JOB_SUBMITTED, job_id=job.job_id, task=job.task)
         self._send(ours, is_recorded=ids is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -16,7 +17,7 @@ from celery.signals import after_task_publish, before_task_publish
 from kombu.exceptions import OperationalError
 from sqlalchemy import event
 
-from celery_lease import bulk
+from celery_lease import bulk, recording
 from celery_lease.bulk import BATCH
 from celery_lease.exceptions import (
     IdempotencyConflict,
@@ -233,6 +234,17 @@ def test_an_id_that_exists_is_sent_once(idle: Site) -> None:
     assert results[1].id == "known"
 
 
+def test_one_id_twice_in_a_batch_is_sent_once(idle: Site) -> None:
+    add = idle.task("t.add")
+
+    add.submit_many([add.s(number, 1).set(task_id=name) for number, name in enumerate("abcab")])
+
+    assert list(reversed(sent(idle))) == ["a", "b", "c"]
+    bodies = [message["body"] for message in reversed(idle.queued("celery"))]
+    recorded = [bytes(idle.messages(name)[0]["body"]) for name in "abc"]
+    assert [base64.b64decode(body) for body in bodies] == recorded
+
+
 def test_eager_calls_run_at_once() -> None:
     app = Celery("eager", task_always_eager=True)
     from celery_lease import LeasedTask
@@ -319,6 +331,30 @@ def test_without_the_store_nothing_is_sent(idle: Site, monkeypatch: pytest.Monke
         idle.task("t.add").submit_many([(1, 2), (3, 4)])
 
     assert idle.jobs() == sent(idle) == []
+
+
+@pytest.mark.parametrize("key", [None, "key"])
+def test_a_group_that_follows_an_ended_job_leaves_unrecorded_in_the_end(
+    make_site: Callable[..., Site],
+    sqlite_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str | None,
+) -> None:
+    """No replay would send it again; its members are recorded at their claims."""
+    site = make_site(sqlite_url, lease_claim_timeout=0.1)
+
+    def away(*_: Any) -> None:
+        raise StoreUnavailable("sqlite://", "away")
+
+    monkeypatch.setattr(transitions, "submit_many", away)
+    monkeypatch.setattr(transitions, "submit_keyed", away)
+    monkeypatch.setattr(recording, "_is_closing_books", lambda _job_id: True)
+
+    members = [site.task("t.add").s(n, 1).set(idempotency_key=key and f"{n}") for n in range(2)]
+    result = group(members).apply_async()
+
+    assert list(reversed(sent(site))) == [child.id for child in result.children]
+    assert all("lease_recorded" not in m["headers"] for m in site.queued("celery"))
 
 
 @pytest.mark.parametrize("on_error", ["store", "raise"])
