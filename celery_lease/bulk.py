@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from celery import group
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils import uuid
 
 from celery_lease import events
@@ -141,8 +142,10 @@ class Batch:
                 if not is_recorded:
                     # Nobody would send them again.
                     raise
-                is_away = self._connections is None or self._connections.is_away(error)
-                is_wanted = self._settings.publish_on_error is PublishOnError.RAISE
+                # A time limit is of the body that publishes: it is told once.
+                is_limit = isinstance(error, SoftTimeLimitExceeded)
+                is_away = is_limit or self._connections is None or self._connections.is_away(error)
+                is_wanted = is_limit or self._settings.publish_on_error is PublishOnError.RAISE
                 if is_away or is_wanted:
                     # One that the broker has refused counts as sent, and is not in the way.
                     left = taken[position if is_away else position + 1 :]

@@ -11,7 +11,7 @@ from typing import Any
 
 from celery import signals, states
 from celery.backends.base import DisabledBackend
-from celery.exceptions import ImproperlyConfigured, TaskRevokedError
+from celery.exceptions import ImproperlyConfigured, SoftTimeLimitExceeded, TaskRevokedError
 from kombu.exceptions import ContentDisallowed, SerializationError
 from kombu.serialization import prepare_accept_content
 from kombu.utils import json as kombu_json
@@ -56,6 +56,7 @@ class BrokerPublisher:
 
         Raises:
             PublishFailed: it did not get there, as far as is known.
+            SoftTimeLimitExceeded: nor then.
         """
         try:
             headers = kombu_json.loads(message.headers)
@@ -91,6 +92,9 @@ class BrokerPublisher:
                 retry_policy=policy,
                 **properties,
             )
+        except SoftTimeLimitExceeded:
+            # Of the body that this runs in: it is told once.
+            raise
         except Exception as error:
             is_away = self._connections.is_away(error)
             raise PublishFailed(f"{type(error).__name__}: {error}", is_away=is_away) from error

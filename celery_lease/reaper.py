@@ -276,6 +276,12 @@ class Reaper:
                     # It may be this message all the same: the next pass begins with another one.
                     transitions.put_last(self._store, candidate.job_id)
             raise
+        except Exception:
+            # Not the broker's, but of whoever runs this: the time limit of a body.
+            transitions.undispatch(
+                self._store, candidate.job_id, dispatch_count=candidate.dispatch_count + 1
+            )
+            raise
         events.emit(
             events.JOB_REPLAYED if replay else events.JOB_DISPATCHED,
             job_id=candidate.job_id,

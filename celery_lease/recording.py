@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from celery._state import get_current_task
+from celery.exceptions import SoftTimeLimitExceeded
 from kombu import serialization
 from kombu.utils import json as kombu_json
 
@@ -515,6 +516,10 @@ class RecordingProducer:
             if not headers.get(RECORDED_HEADER):
                 # Nobody would send it again.
                 self._tell_not_sent(error, headers)
+                raise
+            if isinstance(error, SoftTimeLimitExceeded):
+                # Of the body that publishes: it is told once.
+                self._give_back(job_id, message.version)
                 raise
             if self._connections is None or self._connections.is_away(error):
                 self._give_back(job_id, message.version)

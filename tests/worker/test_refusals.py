@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_lease.extension import extension_of
 from celery_lease.publishing import is_refusal
@@ -111,3 +114,43 @@ def test_a_refusal_is_an_answer_of_a_broker_that_was_away(
 
     assert not breaker.is_open()
     assert site.job(add.delay(1, 2).id)["dispatched_at"]
+
+
+@pytest.fixture
+def to_a_silent_broker(make_site: Callable[..., Site], sqlite_url: str) -> Iterator[Site]:
+    """A site whose broker accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        yield make_site(sqlite_url, broker=url, backend=None, lease_publish_timeout=10)
+
+
+@pytest.mark.parametrize("how", ["delay", "submit_many", "run_pass"])
+def test_a_time_limit_that_strikes_during_a_publish_reaches_the_body(
+    how: str, to_a_silent_broker: Site
+) -> None:
+    site = to_a_silent_broker
+    add, extension = site.task("t.add"), extension_of(site.app)
+
+    def strike(*_: Any) -> None:
+        raise SoftTimeLimitExceeded
+
+    calls: dict[str, Callable[[], Any]] = {
+        "delay": lambda: add.delay(1, 2),
+        "submit_many": lambda: add.submit_many([(1, 2), (3, 4)]),
+        "run_pass": extension.run_pass,
+    }
+    if how == "run_pass":
+        extension.connections.breaker.failed()
+        add.delay(1, 2)
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.7)
+        with pytest.raises(SoftTimeLimitExceeded):
+            calls[how]()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+    # Recorded, and sent by the next pass.
+    assert len(site.jobs()) == (2 if how == "submit_many" else 1)
+    assert {job["dispatched_at"] for job in site.jobs()} == {None}
