@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from amqp.exceptions import PreconditionFailed
 from celery import signals, states
 from celery.backends.base import DisabledBackend
 from celery.exceptions import ImproperlyConfigured, SoftTimeLimitExceeded, TaskRevokedError
@@ -87,7 +88,7 @@ class BrokerPublisher:
                 headers=headers,
                 exchange=message.exchange,
                 routing_key=message.routing_key,
-                declare=self._declared(candidate.queue),
+                declare=self._declared(candidate.queue, message),
                 retry=True,
                 retry_policy=policy,
                 **properties,
@@ -99,7 +100,16 @@ class BrokerPublisher:
             is_away = self._connections.is_away(error)
             raise PublishFailed(f"{type(error).__name__}: {error}", is_away=is_away) from error
 
-    def _publish(self, body: Any, **options: Any) -> None:
+    def _publish(self, body: Any, *, declare: list[Any], **options: Any) -> None:
+        try:
+            self._put(body, declare=declare, **options)
+        except PreconditionFailed:
+            if not declare:
+                raise
+            # There is a queue of that name, with arguments that only its submitter knows.
+            self._put(body, declare=[], **options)
+
+    def _put(self, body: Any, **options: Any) -> None:
         # The breaker is not asked: a pass gives its batch up by itself, and finds out that the
         # broker is back.
         if self._connections.is_bounded:
@@ -108,14 +118,27 @@ class BrokerPublisher:
         with self._app.producer_or_acquire() as producer:
             producer.publish(body, **options)
 
-    def _declared(self, queue: str | None) -> list[Any]:
-        """Return the queue to declare: a broker restarted without data would drop the message."""
-        if queue is None:
+    def _declared(self, name: str | None, message: Message) -> list[Any]:
+        """Return the queue to declare: a broker restarted without data would drop the message.
+
+        Only its name is recorded. A queue of that name that is bound elsewhere is not the one that
+        the submitter meant, and would keep it from being declared.
+        """
+        if name is None:
             return []
-        try:
-            return [self._app.amqp.queues[queue]]
-        except KeyError:
-            return []
+        queues = self._app.amqp.queues
+        found = queues.get(name)
+        if not message.exchange:
+            # It names the queue: one that is not known is made as Celery makes it.
+            is_named = message.routing_key == name and queues.create_missing
+            found = queues[name] if found is None and is_named else found
+            return [] if found is None else [found]
+        if found is None and queues.create_missing:
+            missing = queues.new_missing(name)
+            if message.routing_key == missing.routing_key:
+                found = missing
+        is_meant = found is not None and found.exchange.name == message.exchange
+        return [found] if is_meant else []
 
     def close_books(self, outcome: Outcome, message: Message) -> bool:
         """Tell Celery an end that no body returned: result backend, errbacks, chord.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
+from kombu import Exchange, Queue
 
 from celery_lease.extension import extension_of
 from celery_lease.publishing import is_refusal
@@ -154,3 +155,62 @@ def test_a_time_limit_that_strikes_during_a_publish_reaches_the_body(
     # Recorded, and sent by the next pass.
     assert len(site.jobs()) == (2 if how == "submit_many" else 1)
     assert {job["dispatched_at"] for job in site.jobs()} == {None}
+
+
+def test_a_queue_that_only_its_submitter_knows_is_not_declared_otherwise(on_rabbitmq: Site) -> None:
+    """Only its name is recorded: what is made of that would be bound elsewhere."""
+    site, name = on_rabbitmq, uuid.uuid4().hex
+    add, breaker = site.task("t.add"), extension_of(site.app).connections.breaker
+
+    def queue() -> Queue:
+        exchange = Exchange(f"to-{name}", type="topic")
+        return Queue(name, exchange, routing_key="a.b", queue_arguments={"x-max-priority": 5})
+
+    breaker.failed()
+    add.apply_async((1, 2), queue=queue())
+
+    site.run_pass()
+
+    # There is no such exchange yet, and no such queue: it is refused, and tried again later.
+    assert name not in site.app.amqp.queues
+    add.apply_async((3, 4), queue=queue())
+    assert waiting(site, name) == 1
+
+
+@pytest.mark.parametrize("kind", ["direct", "topic"])
+def test_a_queue_that_is_there_is_sent_to_though_its_arguments_are_not_known(
+    on_rabbitmq: Site, kind: str
+) -> None:
+    site, name = on_rabbitmq, uuid.uuid4().hex
+    add, breaker = site.task("t.add"), extension_of(site.app).connections.breaker
+    exchange = Exchange(f"to-{name}", type=kind)
+    queue = Queue(name, exchange, routing_key="a.b", queue_arguments={"x-max-priority": 5})
+    add.apply_async((1, 2), queue=queue)
+    breaker.failed()
+    add.apply_async((3, 4), queue=queue)
+    assert waiting(site, name) == 1
+    # A connection remembers what it has declared.
+    extension_of(site.app).connections.close()
+
+    assert site.run_pass()["dispatched"] == 1
+
+    assert waiting(site, name) == 2
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_queue_that_is_gone_is_made_again(on_rabbitmq: Site, *, is_known: bool) -> None:
+    """A broker that was restarted without its data drops what is for a queue that is not there."""
+    site, name = on_rabbitmq, uuid.uuid4().hex
+    add, breaker = site.task("t.add"), extension_of(site.app).connections.breaker
+    breaker.failed()
+    if is_known:
+        # The message's key is not the binding's.
+        site.app.amqp.queues.add(Queue(name, Exchange(f"to-{name}", type="topic"), "a.#"))
+        add.apply_async((1, 2), queue=name, routing_key="a.b")
+    else:
+        add.apply_async((1, 2), queue=name)
+        del site.app.amqp.queues[name]
+
+    assert site.run_pass()["dispatched"] == 1
+
+    assert waiting(site, name) == 1
