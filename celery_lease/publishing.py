@@ -116,6 +116,8 @@ class _Process:
         self.places = threading.BoundedSemaphore(limit) if limit else None
         self.breaker = Breaker(pause_seconds=PAUSE_SECONDS)
         self.served: dict[Any, bool] = {}
+        #: How many hosts of a failover URL are passed over: they did not answer.
+        self.passed_over = 0
 
 
 #: Of processes that this one was forked from. Collected, their sockets would be shut down, which
@@ -218,6 +220,8 @@ class LeaseConnections:
         until = time.monotonic() + self._timeout_seconds / 2
         pauses = _pauses(policy)
         for retries in itertools.count():
+            here = self._here()
+            passed_over = here.passed_over
             try:
                 with self.producer() as producer:
                     answer = act(producer)
@@ -228,6 +232,11 @@ class LeaseConnections:
                     raise
                 # Those that are idle were made before it, and lead to the same broker.
                 self.close()
+                with here.lock:
+                    if here.passed_over == passed_over:
+                        # A host that is frozen takes all the time there is. Once for all threads:
+                        # two of them would come back to it.
+                        here.passed_over += 1
                 pause, most = next(pauses), policy["max_retries"]
                 is_last = not retry or (most is not None and retries >= most)
                 if is_last or time.monotonic() + pause >= until:
@@ -318,6 +327,9 @@ class LeaseConnections:
                 hosts=len(given.alt or ()),
             ),
         )
+        hosts = len(connection.alt or ())
+        for _ in range(self._here().passed_over % hosts if hosts > 1 else 0):
+            connection.maybe_switch_next()
         return connection
 
     def _here(self) -> _Process:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -134,6 +136,42 @@ def test_connections_that_a_restarted_broker_has_closed_cost_no_publish(
     sent = site.task("t.add").delay(1, 2)
 
     assert site.job(sent.id)["dispatched_at"] is not None
+
+
+@pytest.mark.parametrize("kind", ["redis", "amqp"])
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_a_host_of_a_failover_url_that_does_not_answer_is_passed_over(
+    kind: str,
+    frozen: int,
+    request: pytest.FixtureRequest,
+    make_site: Callable[..., Site],
+    sqlite_url: str,
+) -> None:
+    """It takes all the time that a publish has: the next one begins with another host."""
+    url = request.getfixturevalue(f"{kind}_url")
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(frozen)
+        ]
+        # Connected to, they say nothing.
+        urls = [f"{kind}://127.0.0.1:{one.getsockname()[1]}//" for one in silent]
+        site = make_site(
+            sqlite_url, broker=";".join([*urls, url]), backend=None, lease_publish_timeout=2.0
+        )
+        add, breaker = site.task("t.add"), extension_of(site.app).connections.breaker
+
+        sent = add.delay(1, 2)
+        for _ in range(frozen):
+            assert site.job(sent.id)["dispatched_at"] is None
+            site.run_pass()
+
+        assert site.job(sent.id)["dispatched_at"]
+        # It stays with the one that answers.
+        assert not breaker.is_open()
+        extension_of(site.app).connections.close()
+        assert site.job(add.delay(3, 4).id)["dispatched_at"]
+        with site.app.connection_for_read(url) as connection, connection.SimpleQueue("celery") as q:
+            assert q.qsize() == 2
 
 
 def test_a_fork_shares_no_connection(cabled: tuple[Site, Proxy]) -> None:
