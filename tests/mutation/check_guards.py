@@ -1353,6 +1353,20 @@ GUARDS = (
         "undispatch: job", "undispatch", "job.c.id == job_id,", "", "test_dispatch.py test_claim.py"
     ),
     Guard(
+        "put_last: behind",
+        "put_last",
+        ", job.c.available_at <= last_at",
+        "",
+        "test_dispatch.py",
+    ),
+    Guard(
+        "put_last: waits",
+        "put_last",
+        "unindexed(*waits, job",
+        "unindexed(job",
+        "test_dispatch.py",
+    ),
+    Guard(
         "undispatch_many: first dispatch",
         "undispatch_many",
         "job.c.dispatch_count == 1,",

@@ -240,6 +240,27 @@ def test_queued_jobs_without_a_message_are_found_the_longest_due_first(store: St
     assert [one.job_id for one in queries.undispatched(store, limit=2)] == ["oldest", "older"]
 
 
+def test_a_job_is_put_behind_the_others_that_are_to_be_sent(store: Store) -> None:
+    for name, seconds in (("never", 30), ("two", 10), ("one", 5)):
+        submitted(store, name, dispatched=False)
+        move_back(store, name, seconds=seconds)
+    submitted(store, "sent")
+    move_back(store, "sent", seconds=60)
+    running(store, "running", dispatched=False)
+    move_back(store, "running", seconds=60)
+    submitted(store, "later", delay_seconds=60.0, dispatched=False)
+
+    assert transitions.put_last(store, "never")
+
+    found = [one.job_id for one in queries.undispatched(store, limit=9)]
+    assert found == ["two", "one", "never"]
+    # It is due all the same.
+    assert job_row(store, "never")["available_at"] <= store_now(store)
+    for name in ("never", "sent", "running", "later", "absent"):
+        with nothing_changes(store):
+            assert not transitions.put_last(store, name), name
+
+
 def test_a_candidate_says_what_the_publisher_needs(store: Store) -> None:
     submitted(store, dispatched=False, queue="slow", expires_seconds=60.0)
 
