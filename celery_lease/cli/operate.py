@@ -14,10 +14,10 @@ from celery_lease.cli import tables
 from celery_lease.cli.command import LeaseCommand, app_of, json_option
 from celery_lease.cli.output import print_json, print_table, print_text, printable
 from celery_lease.exceptions import JobNotFound
-from celery_lease.extension import extension_of, run_pass, settings_of
+from celery_lease.extension import Extension, extension_of, is_leased, run_pass, settings_of
 from celery_lease.settings import as_rows
 from celery_lease.states import JobState
-from celery_lease.store import migrations, transitions
+from celery_lease.store import migrations, results, transitions
 
 _reason = click.option("--reason", required=True, help="Who says so, and why; kept on the job.")
 
@@ -88,9 +88,23 @@ def _report_many(
 def resume(ctx: click.Context, *, job_id: str, reason: str, as_json: bool) -> None:
     """Run a held or a final job again; its attempts are kept, its counts begin anew."""
     extension = extension_of(app_of(ctx))
-    reached = transitions.resume(extension.store, job_id, reason=reason)
+    reached = transitions.resume(
+        extension.store,
+        job_id,
+        reason=reason,
+        retention_seconds=_retention_seconds(extension, job_id),
+    )
     _report(job_id, reached, JobState.QUEUED, instead=_no_resume, as_json=as_json)
     extension.reaper().send_now(job_id)
+
+
+def _retention_seconds(extension: Extension, job_id: str) -> float | None:
+    """Return how long a job of this one's task holds its key after success."""
+    found = results.standing(extension.store, job_id)
+    task = None if found is None else extension.app.tasks.get(found.task)
+    if task is None or not is_leased(task):
+        return extension.settings.idempotency_retention
+    return extension.settings_for(task).idempotency_retention_seconds
 
 
 def _no_resume(reached: JobState) -> str:

@@ -603,6 +603,31 @@ def test_a_job_that_followed_does_so_again_when_it_is_resumed(store: Store, way:
     assert (row["state"], row["state_reason"]) == ("succeeded", "follows one")
 
 
+def test_a_holder_whose_time_is_over_is_in_the_way_of_no_resume(store: Store) -> None:
+    failed(store, running_keyed(store, "one"))
+    finished(store, running_keyed(store, "two"))
+    move_back(store, "two", A_MINUTE - 20)
+
+    def resume() -> JobState | None:
+        return transitions.resume(store, "one", reason="again", retention_seconds=A_MINUTE)
+
+    assert (resume(), holders(store)) == (JobState.FAILED, ["two"])
+    move_back(store, "two", 30)
+    assert transitions.resume(store, "one", reason="again") is JobState.FAILED
+
+    assert resume() is JobState.QUEUED
+    assert holders(store) == ["one"]
+
+
+def test_a_job_that_cannot_be_resumed_yet_keeps_its_own_key(store: Store) -> None:
+    lease = running_keyed(store, "one")
+    transitions.complete(store, lease, parting(), result=b"1", result_type=JSON, settled=False)
+    move_back(store, "one", 2 * A_MINUTE)
+
+    with nothing_changes(store):
+        transitions.resume(store, "one", reason="again", retention_seconds=A_MINUTE)
+
+
 def test_a_retry_keeps_the_key(store: Store) -> None:
     lease = running_keyed(store, "one")
     transitions.retry_later(store, lease, parting(), again())

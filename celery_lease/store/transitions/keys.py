@@ -187,6 +187,35 @@ def giving_up_statement(store: Store) -> Any:
     )
 
 
+def free_key(store: Store, job_id: str, *, retention_seconds: float) -> bool:
+    """Have a holder whose time is over give up the key that another job asks for.
+
+    Returns:
+        False when the key is nobody's, its holder's still, or the job's own.
+    """
+    job = store.tables.job
+    wanted = select(job.c.task, job.c.idempotency_key).where(job.c.id == job_id)
+
+    def work() -> bool:
+        with store.transaction() as connection:
+            row = connection.execute(wanted).mappings().first()
+            if row is None or row["idempotency_key"] is None:
+                return False
+            parameters = {
+                "p_task": row["task"],
+                "p_key": row["idempotency_key"],
+                "p_lets_go": 1,
+                "p_retention": -retention_seconds,
+            }
+            holder = connection.execute(holder_statement(store), parameters).mappings().first()
+            if holder is None or not holder["is_over"] or holder["id"] == job_id:
+                return False
+            parameters["p_holder"] = holder["id"]
+            return connection.execute(giving_up_statement(store), parameters).rowcount == 1
+
+    return store.retrying(work)
+
+
 # --- a job that follows the holder of its key -------------------------------------------------
 
 

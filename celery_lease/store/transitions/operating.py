@@ -15,6 +15,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from celery_lease.states import JobState
 from celery_lease.store.dialects import Later, clock
 from celery_lease.store.engine import Store
+from celery_lease.store.transitions.keys import free_key
 from celery_lease.store.transitions.statements import (
     FINAL,
     WAITING,
@@ -141,6 +142,7 @@ def resume(
     reason: str,
     expires_seconds: float | None = None,
     deadline_seconds: float | None = None,
+    retention_seconds: float | None = None,
 ) -> JobState | None:
     """Run a job again: held, or final and settled → queued, with its token and its history.
 
@@ -150,6 +152,8 @@ def resume(
         reason: who says so and why.
         expires_seconds: a new ``expires``; a past one is cleared.
         deadline_seconds: a new deadline; a past one is cleared.
+        retention_seconds: how long another job that has succeeded holds the key of this one
+            (``lease_idempotency_retention``), None for as long as it is kept.
 
     Returns:
         ``queued``, or the state it is in when it cannot be resumed (in a state that can: another
@@ -187,8 +191,15 @@ def resume(
         "finished_at": None,
     }
     reached = _operate(store, job_id, guard, values, JobState.QUEUED)
-    if reached is JobState.QUEUED:
+    if reached is None or reached is JobState.QUEUED:
         return reached
+    if retention_seconds is not None and free_key(
+        store, job_id, retention_seconds=retention_seconds
+    ):
+        # As a new submit would have taken it.
+        reached = _operate(store, job_id, guard, values, JobState.QUEUED)
+        if reached is JobState.QUEUED:
+            return reached
     # Its key is held. One that never held it has waited for the holder, and does so again.
     has_followed = sa.and_(
         job.c.idempotency_key.is_not(None),
