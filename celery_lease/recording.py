@@ -311,7 +311,7 @@ class RecordingProducer:
         routing = home or options
         is_deferred = self._is_deferred(headers) and not is_delayed_by_broker(message)
         taking, app = _taking.get(), self._leased_task.app
-        if taking is not None and version == 1 and taking.takes(app, headers, body[2]):
+        if taking is not None and version == 1 and taking.takes(app, headers, frozen[2]):
             job = self._new_job(message, headers, routing, key, leaves=not is_deferred)
             taking.taker.take(job, self._sending(message, headers, options))
             return None
