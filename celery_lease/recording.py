@@ -726,7 +726,8 @@ def adopted_job(app: Any, task: Any, request: Any, *, task_settings: TaskSetting
         max_attempts=task_settings.max_attempts,
         on_expiry=task_settings.on_expiry,
         queue=None if exchange else routing_key or None,
-        priority=delivery.get("priority"),
+        # A stranger's may be anything; the message keeps it.
+        priority=delivery["priority"] if isinstance(delivery.get("priority"), int) else None,
         submitter=request.origin,
         root_id=request.root_id,
         parent_id=request.parent_id,

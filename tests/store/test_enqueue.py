@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,3 +173,40 @@ def test_what_a_connection_was_told_for_its_own_statements_is_not_for_ours(
         assert enqueue(keyed_job("two")) == Existing("one")
 
     assert committed(store, "one") == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"job_id": "x" * 256}, ValueError, "task_id has at most 255"),
+        ({"job_id": "a\x00b"}, ValueError, "task_id .* no NUL"),
+        ({"job_id": 5}, TypeError, "task_id is a str, not int"),
+        ({"queue": "q" * 256}, ValueError, "queue has at most 255"),
+        ({"queue": "a\x00b"}, ValueError, "queue .* no NUL"),
+        ({"priority": "high"}, TypeError, "priority is an int, not str"),
+        ({"priority": 2.5}, TypeError, "priority is an int, not float"),
+        ({"priority": 2**31}, ValueError, "priority .* 32 bits"),
+        ({"priority": -(2**40)}, ValueError, "priority .* 32 bits"),
+    ],
+)
+def test_what_has_no_place_in_a_table_is_said_and_the_transaction_goes_on(
+    store: Store, engine: sa.Engine, changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    wrong = replace(new_job("wrong", dispatched=False), **changes)
+    with calling(store, engine) as enqueue:
+        with pytest.raises(error, match=said):
+            enqueue(wrong)
+        assert enqueue(new_job("right", dispatched=False)) is None
+    with pytest.raises(error, match=said):
+        transitions.submit(store, wrong)
+    with pytest.raises(error, match=said):
+        transitions.submit_many(store, [wrong])
+
+    assert committed(store, "right") == ["right"]
+    assert list(rows(store)["job"]) == ["right"]
+
+
+def test_what_just_has_a_place_in_a_table_is_recorded(store: Store) -> None:
+    most = {"queue": "q" * 255, "priority": 2**31 - 1}
+
+    assert transitions.submit(store, replace(new_job("x" * 255), **most))

@@ -6,6 +6,7 @@ A job with an idempotency key holds it from this very statement on (``submit_key
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,11 @@ from celery_lease.records import Message, NewJob
 from celery_lease.states import JobState
 from celery_lease.store.dialects import Later, clock, insert_if_absent
 from celery_lease.store.engine import Store
+from celery_lease.store.schema import NAME
 from celery_lease.store.transitions.statements import built, clean, seconds
+
+#: What the column has room for.
+LARGEST_PRIORITY = 2**31 - 1
 
 
 def submit(store: Store, job: NewJob) -> bool:
@@ -115,7 +120,14 @@ def insert_in(
 
 
 def job_parameters(job: NewJob, *, holds_key: bool = True) -> dict[str, Any]:
-    """Return the parameters of ``insert_in``."""
+    """Return the parameters of ``insert_in``.
+
+    Raises:
+        ValueError: an id, a name or a priority that has no place in a table. The database would
+            say so, too, and end the transaction that a caller has open.
+        TypeError: it is no text, or no whole number.
+    """
+    _check(job)
     key = job.key
     return message_parameters(job.job_id, job.message) | {
         "p_key": None if key is None else key.text,
@@ -138,6 +150,29 @@ def job_parameters(job: NewJob, *, holds_key: bool = True) -> dict[str, Any]:
         "p_queue": job.queue,
         "p_priority": job.priority,
     }
+
+
+def _check(job: NewJob) -> None:
+    texts: dict[str, object] = {"task_id": job.job_id, "task": job.task}
+    if job.queue is not None:
+        texts["queue"] = job.queue
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            message = f"{name} is a str, not {type(text).__name__}: {text!r}"
+            raise TypeError(message)
+        if len(text) > NAME or "\x00" in text:
+            message = f"{name} has at most {NAME} characters and no NUL: {text[:300]!r}"
+            raise ValueError(message)
+    if job.priority is None:
+        return
+    try:
+        priority = operator.index(job.priority)
+    except TypeError as error:
+        message = f"priority is an int, not {type(job.priority).__name__}: {job.priority!r}"
+        raise TypeError(message) from error
+    if not -LARGEST_PRIORITY <= priority <= LARGEST_PRIORITY:
+        message = f"priority is a number of at most 32 bits, not {priority}"
+        raise ValueError(message)
 
 
 def message_parameters(job_id: str, message: Message) -> dict[str, Any]:
