@@ -277,8 +277,9 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         gone = self._gone(error)
         claims = self._extension.claims
         told = [] if claims is None or gone.pid is None else claims.told_by(gone.pid)
+        # Of the jobs that it had before this one.
+        told = [one for one in told if one[0] != gone.lease]
         if told:
-            # By the jobs that it had before.
             self._extension.tell(functools.partial(settle_told, told=told))
         if self._already_revoked:
             # The store was told of that.
