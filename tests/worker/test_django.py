@@ -206,7 +206,7 @@ def test_a_key_that_is_held_leaves_the_transaction_whole(place: Place) -> None:
     assert place.fates(first, other) == [(True, 1), (True, 1)]
 
 
-def test_a_holder_whose_time_is_over_gives_its_key_up_with_the_commit(place: Place) -> None:
+def test_a_holder_whose_time_is_over_gives_its_key_up(place: Place) -> None:
     key, task = f"over-{place.using}", place.site.task("k.until_final")
     first = task.apply_async((key,), idempotency_key=key)
     job = place.site.tables.job
@@ -217,7 +217,9 @@ def test_a_holder_whose_time_is_over_gives_its_key_up_with_the_commit(place: Pla
     with transaction.atomic(using=place.using):
         task.enqueue(using=place.using, args=(key,), idempotency_key=key)
         transaction.set_rollback(True, using=place.using)
-    assert place.site.job(first.id)["active_key"] == key
+    # On SQLite, where the caller is the one writer, with his commit; else before.
+    held = place.site.job(first.id)["active_key"]
+    assert held == (key if connections[place.using].vendor == "sqlite" else None)
     with transaction.atomic(using=place.using):
         second = task.enqueue(using=place.using, args=(key,), idempotency_key=key)
 
