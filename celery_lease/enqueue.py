@@ -134,7 +134,10 @@ def _made(
     taken = _Taken(extension, job_id)
     # As ``apply_async`` decides it for an id that it makes itself.
     is_known = given_id is not None or options.get("parent_id")
-    with taken_by(taken, unsent=True), nullcontext() if is_known else may_exist(job_id):
+    with (
+        taken_by(taken, app=task.app, unsent=True),
+        nullcontext() if is_known else may_exist(job_id),
+    ):
         result = task.apply_async(args, kwargs, **options)
     job = taken.job
     if job is None or result.id != job_id:
