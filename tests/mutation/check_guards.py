@@ -765,8 +765,8 @@ GUARDS = (
     Guard(
         "reopen: state",
         "reopen",
-        "job.c.state == JobState.SUCCEEDED.value,",
-        "",
+        "job.c.state == JobState.SUCCEEDED.value, job.c.state_reason == AttemptState",
+        "job.c.state_reason == AttemptState",
         "test_finish.py",
         words="-",
         note="only replace_away writes this reason, with this state: equivalent",
@@ -1486,8 +1486,8 @@ GUARDS = (
     Guard(
         "resume: held",
         "resume",
-        "job.c.state == JobState.HELD.value",
-        "sa.true()",
+        "job.c.state == JobState.HELD.value, sa.and_(job.c.state.in_(FINAL)",
+        "sa.true(), sa.and_(job.c.state.in_(FINAL)",
         "test_operators.py",
     ),
     Guard(
