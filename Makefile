@@ -34,7 +34,7 @@ demo: $(CORE) ## a short show: a worker is killed, its job goes on elsewhere
 
 test: $(TEST) ## the tests (ARGS="-k expire -x" goes to pytest)
 	@$(VENV)/bin/python -m tests.support.prepare
-	$(VENV)/bin/python -m pytest -n $(JOBS) -m "not long" $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not long" $(ARGS)
 
 long: $(TEST) ## the tests that take minutes
 	@$(VENV)/bin/python -m tests.support.prepare

@@ -11,7 +11,6 @@ from typing import Any
 
 from amqp.exceptions import PreconditionFailed
 from celery import signals, states
-from celery.backends.base import DisabledBackend
 from celery.exceptions import ImproperlyConfigured, SoftTimeLimitExceeded, TaskRevokedError
 from kombu.exceptions import ContentDisallowed, SerializationError
 from kombu.serialization import prepare_accept_content
@@ -44,13 +43,11 @@ class BrokerPublisher:
     Args:
         app: the Celery app.
         connections: the app's, for leased messages.
-        is_worker: whether this is a process of a worker: its result backend is the task's.
     """
 
-    def __init__(self, app: Any, connections: LeaseConnections, *, is_worker: bool) -> None:
+    def __init__(self, app: Any, connections: LeaseConnections) -> None:
         self._app = app
         self._connections = connections
-        self._is_worker = is_worker
 
     def publish(self, candidate: Dispatchable, message: Message, *, replay: bool) -> None:
         """Put a stored message on the broker, as it was.
@@ -145,7 +142,7 @@ class BrokerPublisher:
 
         Returns:
             False when only a worker can: the message's body, or what its chord has stored, may be
-            other than plain data, or this process does not have the task's result backend.
+            other than plain data, or this process does not have the task.
 
         Raises:
             PublishFailed: the result backend or the broker did not take it.
@@ -163,7 +160,8 @@ class BrokerPublisher:
 
     def _close_books(self, outcome: Outcome, message: Message) -> bool:
         request = plain_request(message)
-        if request is None or not self._has_backend(request):
+        if request is None or request.task not in self._app.tasks:
+            # A program that only submits, or revokes: the task may have a backend of its own.
             return False
         if outcome.state is JobState.SUCCEEDED and request.chord and self._accepts_pickle():
             # The last part of a chord reads what the others have stored.
@@ -188,15 +186,6 @@ class BrokerPublisher:
             backend.mark_as_failure(request.id, error, request=request, store_result=store_result)
             self._signal_failure(request, error)
         return True
-
-    def _has_backend(self, request: Any) -> bool:
-        """Tell whether what is stored here is stored where the task's results are.
-
-        A program that only submits, or revokes, may lack the task or have no result backend.
-        """
-        if request.task not in self._app.tasks:
-            return False
-        return self._is_worker or not isinstance(self._backend(request), DisabledBackend)
 
     def _backend(self, request: Any) -> Any:
         return self._app.tasks[request.task].backend

@@ -241,11 +241,7 @@ class Extension:
         return Reaper(
             store=self.store,
             settings=self.settings,
-            publisher=BrokerPublisher(
-                self.app,
-                self.connections,
-                is_worker=self.worker_thread is not None or self._is_child(),
-            ),
+            publisher=BrokerPublisher(self.app, self.connections),
             worker=worker.node_name(),
             **options,
         )

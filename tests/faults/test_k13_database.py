@@ -225,7 +225,7 @@ def test_a_fail_over_to_a_synchronous_standby_loses_nothing(
     held = [stage.send({"wait": {"*": "go"}, "check": True}).id for _ in range(2)]
     for one in held:
         stage.wait_begun(one)
-    ids = [*held, *(stage.send({"wait": {"*": "flow"}}).id for _ in range(60))]
+    ids = [*held, *(stage.send({"wait": {"*": "flow"}}).id for _ in range(150))]
     stage.ledger.open_gate("flow")
     eventually(lambda: len(stage.ledger.read("end")) >= 5)
 

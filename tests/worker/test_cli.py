@@ -18,7 +18,7 @@ from celery import Celery
 from celery.bin.base import CLIContext
 from click.testing import CliRunner
 
-from celery_lease import JobNotFound
+from celery_lease import JobNotFound, LeasedTask
 from celery_lease import history as reading
 from celery_lease.cli import lease as command_group
 from celery_lease.records import Failure, Late
@@ -121,6 +121,10 @@ def in_process(store: Store) -> Callable[..., Any]:
     """Run a command with ``--json`` in this process, which is faster by a second each."""
     app = Celery("proj", broker="memory://", set_as_current=False)
     app.conf.lease_store_url = store._url.render_as_string(hide_password=False)
+
+    @app.task(base=LeasedTask, name="app.work", shared=False)
+    def work() -> None:
+        """Never run."""
 
     def run(*arguments: str) -> Any:
         context = CLIContext(app=app, no_color=True, workdir=None)

@@ -113,7 +113,7 @@ def test_a_part_of_a_chord_is_closed_here_only_if_the_others_are_plain_data(
         headers=json.dumps({"task": "app.work", "id": told.job_id}),
     )
 
-    publisher = BrokerPublisher(extension.app, extension.connections, is_worker=True)
+    publisher = BrokerPublisher(extension.app, extension.connections)
     is_closed = publisher.close_books(found[0], part)
 
     assert (is_closed, done) == ((True, [told.job_id]) if accepted == ["json"] else (False, []))
