@@ -58,12 +58,25 @@ def wait_for_chord(backend: Any, group_id: str | None) -> bool:
     Of parts that end together one has the claim, and which one is not told: another one that did
     not wait would be left unsettled, and be replayed for nothing.
     """
+    if not is_chord_unsent(backend, group_id):
+        return True
     until = time.monotonic() + CLAIM_SECONDS
-    while is_chord_unsent(backend, group_id):
-        if time.monotonic() >= until:
-            return False
+    while time.monotonic() < until:
         time.sleep(CLAIM_POLL_SECONDS)
-    return True
+        if not is_chord_unsent(backend, group_id):
+            # A claim that ran out while this was waited for was of one that is dead.
+            return not _is_unclaimed(backend, group_id)
+    return False
+
+
+def _is_unclaimed(backend: Any, group_id: str | None) -> bool:
+    """Tell whether a chord still counts and nobody has claimed to send its body."""
+    try:
+        claim = backend.client.get(backend.get_key_for_group(group_id, ".c"))
+        size = backend.client.exists(backend.get_key_for_group(group_id, ".s"))
+    except Exception:  # noqa: BLE001  in doubt it is told once more
+        return True
+    return claim is None and bool(size)
 
 
 def is_chord_unsent(backend: Any, group_id: str | None) -> bool:

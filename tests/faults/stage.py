@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -367,3 +369,7 @@ class Stage:
         self.extension.stop_runtime()
         self.extension.raw_store.close()
         self.app.close()
+        # What a test made beside it (an app, an engine) is collected here, and not in another test.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()

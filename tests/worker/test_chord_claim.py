@@ -52,6 +52,16 @@ def test_it_does_not_wait_for_ever_and_the_body_counts_as_unsent(
     assert not bookkeeping.wait_for_chord(backend, GROUP)
 
 
+def test_a_claim_that_runs_out_meanwhile_was_of_a_dead_one_and_the_body_is_unsent(
+    backend: Any,
+) -> None:
+    """Settled by this part, nobody would send it."""
+    key = backend.get_key_for_group(GROUP, ".c")
+    backend.client.pexpire(key, 200)
+
+    assert not bookkeeping.wait_for_chord(backend, GROUP)
+
+
 def test_nobody_waits_for_a_chord_that_has_failed_or_is_none(backend: Any) -> None:
     backend.client.delete(backend.get_key_for_group(GROUP, ".s"))
     began = time.monotonic()

@@ -101,6 +101,8 @@ def test_what_goes_to_a_broker_of_the_callers_is_not_kept(
     site = lonely(make_site, sqlite_url)
 
     with Connection("memory://") as other:
+        # The memory is shared by all apps of a process.
+        other.SimpleQueue("celery").clear()
         sent = site.task("t.add").apply_async((1, 2), countdown=HOUR, connection=other)
         message = other.SimpleQueue("celery").get(block=False)
 

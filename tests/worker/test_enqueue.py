@@ -1020,7 +1020,8 @@ def test_a_countdown_is_kept(site: Site, engine: sa.Engine) -> None:
 
     # By the worker that has the message, to the instant, and not by a pass.
     row = site.until(result.id, "succeeded")
-    assert (row["finished_at"] - row["created_at"]).total_seconds() >= 1
+    # The worker counts on its own clock.
+    assert (row["finished_at"] - row["created_at"]).total_seconds() >= 0.9
     assert site.facts(order) == ["saw 1"]
 
 
