@@ -6,10 +6,9 @@ import json
 import random
 import signal
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +63,20 @@ class Harm:
     def __init__(self, broker: Valkey, workers: list[CeleryWorker]) -> None:
         self._broker = broker
         self._workers = workers
-        self._over = threading.Event()
         self.done: list[str] = []
 
-    def run(self) -> None:
-        """Do one harm after the other, each kind at least once, until it is over."""
+    def run(self, calling: Sequence[Future[int]]) -> None:
+        """Do one harm after the other, each kind at least once, while somebody calls.
+
+        In the test's own thread: what another one has started ends with it (PR_SET_PDEATHSIG).
+        """
         kinds: list[Callable[[], None]] = [self._flush, self._restart, self._kill]
-        while not (self._over.is_set() and len(self.done) >= len(kinds)):
+        while not all(one.done() for one in calling) or len(self.done) < len(kinds):
             left = [kind for kind in kinds if kind.__name__ not in self.done]
             kind = random.choice(left or kinds)
             kind()
             self.done.append(kind.__name__)
-            self._over.wait(random.uniform(1, 3))
-
-    def end(self) -> None:
-        """Let there be peace."""
-        self._over.set()
+            wait(calling, random.uniform(1, 3))
 
     def _flush(self) -> None:
         with redis.Redis.from_url(self._broker.url) as client:
@@ -116,15 +113,11 @@ def test_each_committed_row_has_one_succeeded_job_and_no_job_is_without_a_row(
     workers = stage.workers(2)
     harm = Harm(valkey, workers)
 
-    with ThreadPoolExecutor(CALLERS + 1) as pool:
-        harming = pool.submit(harm.run)
+    with ThreadPoolExecutor(CALLERS) as pool:
         share = count // CALLERS
         calling = [pool.submit(call, stage, f"caller{n}", share, tmp_path) for n in range(CALLERS)]
-        try:
-            started = [one.result(1500) for one in calling]
-        finally:
-            harm.end()
-        harming.result(60)
+        harm.run(calling)
+        started = [one.result() for one in calling]
 
     def unfinished() -> list[dict[str, Any]]:
         return stage.rows("job", "finished_at IS NULL")
