@@ -21,16 +21,10 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils import uuid
 
 from celery_lease import events
+from celery_lease.calls import Send, is_taken, taken_by
 from celery_lease.exceptions import StoreUnavailable
 from celery_lease.publishing import BrokerAway, LeaseConnections
-from celery_lease.recording import (
-    BROKER_AWAY,
-    Send,
-    is_taken,
-    recorded_in_the_end,
-    submitted,
-    taken_by,
-)
+from celery_lease.recording import BROKER_AWAY, recorded_in_the_end, submitted
 from celery_lease.records import NewJob
 from celery_lease.settings import PublishOnError, Settings
 from celery_lease.store import transitions

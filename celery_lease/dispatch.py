@@ -172,16 +172,7 @@ class BrokerPublisher:
         if outcome.state is JobState.SUCCEEDED:
             backend.mark_as_done(request.id, None, request=request, store_result=store_result)
         elif outcome.state is JobState.CANCELLED:
-            # Not ``mark_as_revoked``: it leaves the rest of a chain to wait for ever, and with
-            # it the chord that its last step is a part of (B065). It calls no errbacks either.
-            backend.mark_as_failure(
-                request.id,
-                TaskRevokedError(str(error)),
-                request=request,
-                store_result=store_result,
-                call_errbacks=False,
-                state=states.REVOKED,
-            )
+            tell_cancelled(backend, request, error, store_result=store_result)
         else:
             backend.mark_as_failure(request.id, error, request=request, store_result=store_result)
             self._signal_failure(request, error)
@@ -208,6 +199,28 @@ class BrokerPublisher:
                 traceback=None,
                 einfo=None,
             )
+
+
+def tell_cancelled(backend: Any, request: Any, error: Exception, *, store_result: bool) -> None:
+    """Tell Celery that a job was cancelled: its result is REVOKED, and what waits for it ends.
+
+    Not by ``mark_as_revoked``: that leaves the rest of a chain to wait for ever, and with it the
+    chord that its last step is a part of (B065). It calls no errbacks either.
+
+    Args:
+        backend: the task's result backend.
+        request: the task's request.
+        error: the typed exception for the end of the job.
+        store_result: False where nobody asks for the result.
+    """
+    backend.mark_as_failure(
+        request.id,
+        TaskRevokedError(str(error)),
+        request=request,
+        store_result=store_result,
+        call_errbacks=False,
+        state=states.REVOKED,
+    )
 
 
 def ending_error(outcome: Outcome, *, task: str) -> Exception:

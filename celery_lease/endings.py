@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from celery.states import READY_STATES
 
-from celery_lease import revocation
 from celery_lease.bookkeeping import is_chord_unsent
 from celery_lease.reaper import report_vanished
 from celery_lease.records import Failure, Held
@@ -134,11 +133,6 @@ def _has_outcome(backend: Any, job_id: str) -> bool:
         return backend.get_state(job_id) in READY_STATES
     except Exception:  # noqa: BLE001  in doubt it is told once more
         return False
-
-
-def cancel_first(extension: Extension, store: Store, job_id: str) -> None:
-    """End a job that this worker has refused to run, for what it remembers as revoked."""
-    revocation.end_first(extension, store, job_id)
 
 
 def _lease_of(store: Store, gone: Gone) -> Held | None:

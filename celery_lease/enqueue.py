@@ -24,10 +24,10 @@ from celery.utils.imports import symbol_by_name
 from kombu.utils import json as kombu_json
 
 from celery_lease import events
+from celery_lease.calls import Send, may_exist, taken_by
 from celery_lease.exceptions import IdempotencyConflict, SettingError, StoreError
 from celery_lease.extension import Extension, extension_of
 from celery_lease.reaper import PublishFailed, Reaper
-from celery_lease.recording import may_exist, submitted, taken_by
 from celery_lease.records import Dispatchable, NewJob
 from celery_lease.store import queries, transitions
 from celery_lease.store.callers import Caller, caller_of, place_of
@@ -61,7 +61,7 @@ def enqueue(task: Any, caller: Caller, args: Any, kwargs: Any, options: dict[str
         return task.apply_async(args, kwargs, **options)
     extension = extension_of(task.app)
     place = place_of(extension.raw_store, caller, prepare=lambda: extension.store)
-    result, job = _made(extension, task, args, kwargs, options)
+    result, job = _made(task, args, kwargs, options)
     existing = transitions.enqueue(
         extension.raw_store, place, caller, replace(job, dispatched=False)
     )
@@ -107,9 +107,7 @@ def _refuse_what_leaves_at_once(task: Any, options: dict[str, Any]) -> None:
         raise SettingError([problem])
 
 
-def _made(
-    extension: Extension, task: Any, args: Any, kwargs: Any, options: dict[str, Any]
-) -> tuple[Any, NewJob]:
+def _made(task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> tuple[Any, NewJob]:
     """Have Celery make a call; return its result, and the job.
 
     Celery's Redis backend subscribes to a result as its task is sent. That would make a caller
@@ -121,8 +119,8 @@ def _made(
     """
     ignores = options.get("ignore_result", task.ignore_result)
     is_hidden = not ignores and not isinstance(task.backend, RPCBackend)
-    # Made here, so that this very job is recognised: those who are told of a publish may call
-    # others.
+    # Made here, so that this very job is recognised. Those who are told of a publish may call
+    # others, which are recorded and sent as always.
     given_id = options.get("task_id") or None
     job_id = given_id or uuid()
     options = {
@@ -131,11 +129,11 @@ def _made(
         "add_to_parent": False,
         "ignore_result": ignores or is_hidden,
     }
-    taken = _Taken(extension, job_id)
+    taken = _Taken()
     # As ``apply_async`` decides it for an id that it makes itself.
     is_known = given_id is not None or options.get("parent_id")
     with (
-        taken_by(taken, app=task.app, unsent=True),
+        taken_by(taken, app=task.app, job_id=job_id),
         nullcontext() if is_known else may_exist(job_id),
     ):
         result = task.apply_async(args, kwargs, **options)
@@ -175,34 +173,15 @@ def _django() -> Callable[[str, Store], Caller]:
 
 
 class _Taken:
-    """Keeps the job that the call is for.
+    """Keeps the job that the call is for: it is sent by who finds it in the store."""
 
-    Those who are told of a publish (``before_task_publish``, ``after_task_publish``) may call
-    other tasks meanwhile. Those calls are not the caller's: each is recorded and sent by itself.
-
-    Args:
-        extension: of the app.
-        job_id: the id of the job to keep.
-    """
-
-    def __init__(self, extension: Extension, job_id: str) -> None:
-        self._extension = extension
-        self._job_id = job_id
+    def __init__(self) -> None:
         self.job: NewJob | None = None
 
-    def take(self, job: NewJob, send: Callable[[], Any]) -> None:
-        """Keep the job, which is sent by who finds it in the store; record and send another.
-
-        Raises:
-            StoreUnavailable: another was not recorded.
-            IdempotencyConflict: the key of another is held by a job with other arguments.
-            JobExists: the key of another is held.
-        """
+    def take(self, job: NewJob, send: Send) -> None:
+        """Keep the job."""
         del send
-        if job.job_id == self._job_id:
-            self.job = job
-        elif submitted(self._extension.store, replace(job, dispatched=False)) and job.dispatched:
-            _Committed(self._extension, is_told=True)([job.job_id])
+        self.job = job
 
 
 def _heeded(job: NewJob) -> NewJob:
@@ -214,15 +193,9 @@ def _heeded(job: NewJob) -> NewJob:
 
 @dataclass(frozen=True, slots=True)
 class _Committed:
-    """Sends jobs whose transaction is over.
-
-    Attributes:
-        extension: of the app.
-        is_told: True when it is said already that they are submitted.
-    """
+    """Sends jobs whose transaction is over."""
 
     extension: Extension
-    is_told: bool = False
 
     def __call__(self, job_ids: list[str]) -> None:
         """Send those that are there; gives up when the broker or the store is away."""
@@ -234,10 +207,7 @@ class _Committed:
                 for candidate in queries.committed(self.extension.store, batch):
                     if time.monotonic() > until:
                         return
-                    if not self.is_told:
-                        events.emit(
-                            events.JOB_SUBMITTED, job_id=candidate.job_id, task=candidate.task
-                        )
+                    events.emit(events.JOB_SUBMITTED, job_id=candidate.job_id, task=candidate.task)
                     if _finds_the_broker_away(reaper, candidate):
                         return
         except StoreError as error:

@@ -25,6 +25,7 @@ from celery.utils.imports import symbol_by_name
 
 from celery_lease import periodic, steps, worker
 from celery_lease.bulk import Batch, batch_groups
+from celery_lease.calls import app_behind, is_unsent
 from celery_lease.celery_events import EventStream
 from celery_lease.claims import PATH_VARIABLE, ClaimTeller, LocalTeller, Teller
 from celery_lease.dispatch import BrokerPublisher
@@ -34,7 +35,7 @@ from celery_lease.messages import KEY_HEADER
 from celery_lease.owners import OwnerFolder
 from celery_lease.publishing import LeaseConnections
 from celery_lease.reaper import PassResult, Reaper
-from celery_lease.recording import RecordingProducer, is_unsent
+from celery_lease.recording import RecordingProducer
 from celery_lease.revocation import store_first
 from celery_lease.runtime import PerProcess, Runtime
 from celery_lease.settings import (
@@ -332,7 +333,7 @@ def install(app: Any, **settings: Any) -> Extension:
 
     .. versionadded:: 0.1
     """
-    app = app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
+    app = app_behind(app)
     problems = unknown_settings([name for name in settings if name.startswith("lease_")])
     problems += [
         f"install() got {name}={value!r}: write lease_{name}"
@@ -365,7 +366,7 @@ def _wire(app: Any, extension: Extension) -> None:
 
 
 def _batches_of(app: Any) -> Callable[[Any], Batch] | None:
-    app = app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
+    app = app_behind(app)
     extension = _extensions.get(app)
     return None if extension is None else extension.batch
 
@@ -411,7 +412,7 @@ class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
                 if key is not None:
                     message.headers[KEY_HEADER] = key
                 producer = extension.recording(producer, name, body)
-                if is_unsent(extension.app):
+                if is_unsent(extension.app, message.headers["id"]):
                     # Celery's event says that it was sent, and needs the broker.
                     message = message._replace(sent_event=None)
             return send(producer, name, message, **options)
@@ -421,7 +422,7 @@ class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
 
 def extension_of(app: Any) -> Extension:
     """Return an app's extension, installed if it is not yet."""
-    app = app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
+    app = app_behind(app)
     return _extensions.get(app) or install(app)
 
 
@@ -431,7 +432,7 @@ def extension_if_leased(app: Any) -> Extension | None:
     Tasks are bound late, and a process that only revokes may not even import them: the app that
     says where its store is has some.
     """
-    app = app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
+    app = app_behind(app)
     if app not in _extensions:
         if app.conf.get("lease_store_url"):
             return install(app)

@@ -1,4 +1,4 @@
-"""What a task message is: its headers, what it says of itself, its exact bytes.
+"""What a task message is: its headers, its key, what it says of itself, its exact bytes.
 
 What it is not: nothing here records a message (``recording``) or puts one on the broker
 (``dispatch``).
@@ -22,8 +22,10 @@ from kombu import Exchange, serialization
 from kombu.compression import compress, decompress
 from kombu.utils import json as kombu_json
 
-from celery_lease.exceptions import PayloadTooLarge
-from celery_lease.records import Message
+from celery_lease.exceptions import PayloadTooLarge, SettingError
+from celery_lease.keys import Underivable, bound_arguments, checked_key, derived_key, digest_of
+from celery_lease.records import IdempotencyKey, Message
+from celery_lease.settings import OnKeyConflict, TaskSettings
 
 VERSION_HEADER = "lease_message"
 RECORDED_HEADER = "lease_recorded"
@@ -193,6 +195,50 @@ def _properties(options: dict[str, Any]) -> dict[str, Any]:
         "immediate",
     }
     return {k: v for k, v in options.items() if k not in left_out and v is not None}
+
+
+def key_of(
+    task: Any,
+    task_settings: TaskSettings,
+    headers: Mapping[str, Any],
+    args: Any,
+    kwargs: Any,
+) -> IdempotencyKey | None:
+    """Return the idempotency key of a call: what its header says, else what its task makes of it.
+
+    Raises:
+        SettingError: the task's template cannot be filled from the call's arguments.
+        TypeError: the key that was given is no text.
+        ValueError: it is empty, or the arguments cannot be serialised.
+    """
+    given, rule = headers.get(KEY_HEADER), task_settings.idempotency_key
+    if given is None and rule is False:
+        return None
+    arguments = bound_arguments(task.run, args, kwargs)
+    digest = digest_of(canonical(arguments, task.serializer))
+    try:
+        text = derived_key(arguments, digest, rule=rule) if given is None else checked_key(given)
+    except Underivable as error:
+        raise SettingError([f"task {task.name}: lease_idempotency_key: {error}"]) from error
+    if text is None:
+        return None
+    is_compared = task_settings.idempotency_conflict is OnKeyConflict.RAISE
+    return IdempotencyKey(
+        text=text,
+        arguments_digest=digest if is_compared else None,
+        retention_seconds=task_settings.idempotency_retention_seconds,
+    )
+
+
+def canonical(arguments: Mapping[str, Any], serializer: str | None) -> bytes:
+    """Return arguments as bytes: the same for equal ones, whatever the order of their names."""
+    ordered = dict(sorted(arguments.items()))
+    try:
+        return str(kombu_json.dumps(ordered, sort_keys=True)).encode()
+    except (TypeError, ValueError):
+        # JSON cannot say it, or has no order for the keys of a dictionary in it.
+        payload = serialization.dumps(ordered, serializer)[2]
+        return str(payload).encode() if isinstance(payload, str) else bytes(payload)
 
 
 def queue_name(options: dict[str, Any], message: Message) -> str | None:

@@ -6,6 +6,9 @@ and the consumers of a worker must not have one. Here nothing waits longer than
 
 Who is authoritative: the store. A publish that failed may have reached the broker all the same;
 the job is sent again under its id, and the claim lets one of the two messages run.
+
+One file, although it is long: what bounds a try, what counts as an outage and what the breaker
+remembers of it are one rule.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ complete, and recorded, even if publishing failed: the jobs stay dispatchable.
 
 What it is not: it knows no Celery. ``Publisher`` is what it asks to put a message on the
 broker and to close the books; nothing a user serialised is decoded here.
+
+One file, although it is long: a pass is one walk, and what it does for one job others ask for, too.
 """
 
 from __future__ import annotations

@@ -6,34 +6,30 @@ message's exact bytes are durable before the message is sent. It is reached from
 ``apply_async``, canvas, beat, ``retry``, ``send_task``). Read: celery 5.5 to 5.7,
 ``celery/app/amqp.py``.
 
-A message whose publisher was another program is recorded at its claim (``adopted_job``).
+Longer than the house wants: what may come between a record and its publish (a key that is held, a
+delay, a store or a broker that is away) is decided in one order, in one class.
+
+A message whose publisher was another program is recorded at its claim (``adoption``).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from celery._state import get_current_task
 from celery.exceptions import SoftTimeLimitExceeded
-from kombu import serialization
-from kombu.utils import json as kombu_json
 
 from celery_lease import events
+from celery_lease.calls import JobExists, Resend, Send, current_resend, is_new_id, taker_of
 from celery_lease.exceptions import (
     IdempotencyConflict,
-    SettingError,
     StaleWrite,
     StoreUnavailable,
 )
-from celery_lease.keys import Underivable, bound_arguments, checked_key, derived_key, digest_of
-from celery_lease.lease import Lease
 from celery_lease.messages import (
     DISPATCH_HEADER,
     KEY_HEADER,
@@ -45,14 +41,14 @@ from celery_lease.messages import (
     encoded,
     freeze_callbacks,
     is_delayed_by_broker,
+    key_of,
     queue_name,
     seconds_until,
     undelayed,
 )
 from celery_lease.publishing import BrokerAway, LeaseConnections
-from celery_lease.records import Accepted, Failure, IdempotencyKey, Late, Message, NewJob
-from celery_lease.runtime import Runtime
-from celery_lease.settings import OnKeyConflict, PublishOnError, Settings, TaskSettings
+from celery_lease.records import Accepted, IdempotencyKey, Late, Message, NewJob
+from celery_lease.settings import PublishOnError, Settings, TaskSettings
 from celery_lease.states import LateOutcome
 from celery_lease.store import queries, transitions
 from celery_lease.store.engine import Store
@@ -69,167 +65,6 @@ BROKER_AWAY = "the broker did not answer a moment ago: the job is recorded, and 
 
 #: How often a message that follows a job asks for a store that is away.
 CLOSING_POLL_SECONDS = 0.5
-
-
-@dataclass(slots=True)
-class Resend:
-    """A runner is publishing its own job again: a retry, or a replacement of itself.
-
-    Attributes:
-        runtime: the runner.
-        lease: its lease.
-        kind: ``RETRIED`` or ``REPLACED``.
-        failure: what made it retry.
-        shielded: runs the transition with time-limit signals held back.
-        keeps_key: True when it stays the same task, and so keeps its idempotency key.
-        error: why nothing was published, None when it was.
-        is_put_off: True when the message is to leave only after Celery has stored the RETRY.
-    """
-
-    runtime: Runtime
-    lease: Lease
-    kind: LateOutcome
-    failure: Failure = field(default_factory=Failure)
-    shielded: Callable[[Callable[[], Any]], Any] = lambda call: call()
-    keeps_key: bool = True
-    error: Exception | None = None
-    is_put_off: bool = False
-
-
-_resend: ContextVar[Resend | None] = ContextVar("celery_lease_resend", default=None)
-
-
-@contextmanager
-def resending(resend: Resend) -> Iterator[Resend]:
-    """Have the next publish of this very job end its attempt instead of recording a new job."""
-    token = _resend.set(resend)
-    try:
-        yield resend
-    finally:
-        _resend.reset(token)
-
-
-class JobExists(Exception):
-    """Raised through Celery's publishing when a key is held: nothing was recorded or sent."""
-
-    def __init__(self, job_id: str) -> None:
-        self.job_id = job_id
-        super().__init__(job_id)
-
-
-_may_exist: ContextVar[str | None] = ContextVar("celery_lease_may_exist", default=None)
-
-
-@contextmanager
-def may_exist(task_id: str) -> Iterator[None]:
-    """Have the publish of this id raise ``JobExists`` if its key is held.
-
-    Without it a job is recorded under its id all the same, and follows the holder of its key:
-    whoever publishes a part of a canvas cannot exchange the id that others wait for.
-    """
-    token = _may_exist.set(task_id)
-    try:
-        yield
-    finally:
-        _may_exist.reset(token)
-
-
-class Send(Protocol):
-    """Puts the message of a taken job on the broker, as its first dispatch."""
-
-    def __call__(self, producer: Any = None, *, is_recorded: bool = True) -> None:
-        """Send it.
-
-        Args:
-            producer: to send it with, if not the one that the call had; the app's own connections
-                come first (``publishing``).
-            is_recorded: False: it goes out as a message from a stranger does, and is recorded at
-                its claim.
-
-        Raises:
-            Exception: whatever the publish raised; whether the broker has it is not known.
-        """
-
-
-class Taker(Protocol):
-    """Takes the new jobs of a call, which are otherwise recorded and sent one by one."""
-
-    def take(self, job: NewJob, send: Send) -> None:
-        """Take a job that is neither recorded nor sent."""
-
-
-@dataclass(slots=True, eq=False)
-class _Taking:
-    """Which new jobs are given to a taker.
-
-    A context may be copied while it is set, by a task of asyncio's or for another thread, and
-    outlive the call: nobody would look into the taker any more.
-    """
-
-    taker: Taker
-    app: Any
-    group_id: str | None
-    is_unsent: bool
-    thread: int = field(default_factory=threading.get_ident)
-    is_over: bool = False
-
-    def is_for(self, app: Any) -> bool:
-        """Tell whether it goes on, and for an app: its store and broker are the app's."""
-        return (
-            not self.is_over
-            and self.thread == threading.get_ident()
-            and (self.app is None or self.app is app)
-        )
-
-    def takes(self, app: Any, headers: Mapping[str, Any], embed: Mapping[str, Any]) -> bool:
-        """Tell whether it takes a job."""
-        if not self.is_for(app):
-            return False
-        if self.group_id is None or headers.get("group") == self.group_id:
-            return True
-        # A member that is a chain: its first step is sent, and its last one is the group's.
-        last = next(iter(embed.get("chain") or ()), None) or {}
-        return (last.get("options") or {}).get("group_id") == self.group_id
-
-
-_taking: ContextVar[_Taking | None] = ContextVar("celery_lease_taking", default=None)
-
-
-@contextmanager
-def taken_by(
-    taker: Taker, *, app: Any = None, group_id: str | None = None, unsent: bool = False
-) -> Iterator[None]:
-    """Give the new jobs that this call publishes to a taker, in this thread and until its end.
-
-    Args:
-        taker: the taker.
-        app: only jobs of this app are given to it; None for any.
-        group_id: only members of this group are given to it; None for any.
-        unsent: True when they do not leave within this call (``is_unsent``).
-    """
-    taking = _Taking(taker, _real(app), group_id, unsent)
-    token = _taking.set(taking)
-    try:
-        yield
-    finally:
-        taking.is_over = True
-        _taking.reset(token)
-
-
-def is_unsent(app: Any) -> bool:
-    """Tell whether what an app publishes here leaves at another time, if it does at all."""
-    taking = _taking.get()
-    return taking is not None and taking.is_unsent and taking.is_for(_real(app))
-
-
-def is_taken(app: Any, group_id: str | None = None) -> bool:
-    """Tell whether the new jobs of the call that runs, of a group, are given to a taker."""
-    taking = _taking.get()
-    return taking is not None and taking.is_for(_real(app)) and taking.group_id in (None, group_id)
-
-
-def _real(app: Any) -> Any:
-    return app._get_current_object() if hasattr(app, "_get_current_object") else app  # noqa: SLF001
 
 
 class RecordingProducer:
@@ -289,7 +124,7 @@ class RecordingProducer:
             return self._publish_event(body, options)
         headers = dict(options.pop("headers"))
         frozen = freeze_callbacks(body)
-        resend = _resend.get()
+        resend = current_resend()
         if resend is not None and headers["id"] == resend.lease.job_id:
             version = resend.lease.message_version + 1
         else:
@@ -310,10 +145,10 @@ class RecordingProducer:
             message = replace(message, exchange=home["exchange"], routing_key=home["routing_key"])
         routing = home or options
         is_deferred = self._is_deferred(headers) and not is_delayed_by_broker(message)
-        taking, app = _taking.get(), self._leased_task.app
-        if taking is not None and version == 1 and taking.takes(app, headers, frozen[2]):
+        taker = taker_of(self._leased_task.app, headers, frozen[2]) if version == 1 else None
+        if taker is not None:
             job = self._new_job(message, headers, routing, key, leaves=not is_deferred)
-            taking.taker.take(job, self._sending(message, headers, options))
+            taker.take(job, self._sending(message, headers, options))
             return None
         is_away = (
             not is_deferred
@@ -481,7 +316,7 @@ class RecordingProducer:
             group_id=headers.get("group"),
             dispatched=leaves,
             key=key,
-            follows=headers["id"] != _may_exist.get(),
+            follows=not is_new_id(headers["id"]),
         )
 
     def _record_again(self, again: transitions.Again, resend: Resend) -> None:
@@ -548,7 +383,7 @@ class RecordingProducer:
         """Say that a recorded message did not leave, and to the caller if he wants to know."""
         self._tell_not_sent(error, headers)
         # A retry has ended its attempt: an error would make a failure of it.
-        if self._settings.publish_on_error is PublishOnError.RAISE and _resend.get() is None:
+        if self._settings.publish_on_error is PublishOnError.RAISE and current_resend() is None:
             raise error
 
     def _tell_not_sent(self, error: Exception, headers: Mapping[str, Any]) -> None:
@@ -616,122 +451,8 @@ def submitted(store: Store, job: NewJob) -> bool:
     return is_new
 
 
-def key_of(
-    task: Any,
-    task_settings: TaskSettings,
-    headers: Mapping[str, Any],
-    args: Any,
-    kwargs: Any,
-) -> IdempotencyKey | None:
-    """Return the idempotency key of a call: what its header says, else what its task makes of it.
-
-    Raises:
-        SettingError: the task's template cannot be filled from the call's arguments.
-        TypeError: the key that was given is no text.
-        ValueError: it is empty, or the arguments cannot be serialised.
-    """
-    given, rule = headers.get(KEY_HEADER), task_settings.idempotency_key
-    if given is None and rule is False:
-        return None
-    arguments = bound_arguments(task.run, args, kwargs)
-    digest = digest_of(canonical(arguments, task.serializer))
-    try:
-        text = derived_key(arguments, digest, rule=rule) if given is None else checked_key(given)
-    except Underivable as error:
-        raise SettingError([f"task {task.name}: lease_idempotency_key: {error}"]) from error
-    if text is None:
-        return None
-    is_compared = task_settings.idempotency_conflict is OnKeyConflict.RAISE
-    return IdempotencyKey(
-        text=text,
-        arguments_digest=digest if is_compared else None,
-        retention_seconds=task_settings.idempotency_retention_seconds,
-    )
-
-
-def canonical(arguments: Mapping[str, Any], serializer: str | None) -> bytes:
-    """Return arguments as bytes: the same for equal ones, whatever the order of their names."""
-    ordered = dict(sorted(arguments.items()))
-    try:
-        return str(kombu_json.dumps(ordered, sort_keys=True)).encode()
-    except (TypeError, ValueError):
-        # JSON cannot say it, or has no order for the keys of a dictionary in it.
-        payload = serialization.dumps(ordered, serializer)[2]
-        return str(payload).encode() if isinstance(payload, str) else bytes(payload)
-
-
 def _is_closing_books(job_id: str) -> bool:
     """Tell whether a leased job of this worker has ended, and Celery sends what follows it."""
     task = get_current_task()
     request = None if task is None else task.request_stack.top
     return request is not None and request.id != job_id and SETTLES_MARK in request.__dict__
-
-
-def adopted_job(app: Any, task: Any, request: Any, *, task_settings: TaskSettings) -> NewJob:
-    """Return a job for a message that its publisher did not record, from the task's request.
-
-    The original bytes are in the worker's main process; the same call is serialised anew.
-    """
-    delivery = request.delivery_info or {}
-    limits = request.timelimit or (None, None)
-    built = app.amqp.as_task_v2(
-        request.id,
-        request.task or task.name,
-        args=request.args,
-        kwargs=request.kwargs,
-        group_id=request.group,
-        group_index=request.group_index,
-        expires=request.expires,
-        retries=request.retries,
-        chord=request.chord,
-        callbacks=request.callbacks,
-        errbacks=request.errbacks,
-        chain=request.chain,
-        reply_to=request.reply_to,
-        time_limit=limits[0],
-        soft_time_limit=limits[1],
-        root_id=request.root_id,
-        parent_id=request.parent_id,
-        shadow=request.shadow,
-        origin=request.origin,
-        ignore_result=request.ignore_result,
-        replaced_task_nesting=request.replaced_task_nesting,
-    )
-    headers = {**(request.headers or {}), **built.headers, VERSION_HEADER: 1, RECORDED_HEADER: True}
-    if request.stamped_headers:
-        headers["stamped_headers"] = request.stamped_headers
-        headers["stamps"] = request.stamps
-    content_type, content_encoding, payload = serialization.dumps(
-        freeze_callbacks(built.body), task.serializer or app.conf.task_serializer
-    )
-    properties = {**built.properties, "correlation_id": request.correlation_id or request.id}
-    if delivery.get("priority") is not None:
-        properties["priority"] = delivery["priority"]
-    exchange, routing_key = delivery.get("exchange") or "", delivery.get("routing_key") or ""
-    message = Message(
-        version=1,
-        headers=kombu_json.dumps(headers),
-        properties=kombu_json.dumps(properties),
-        body=payload.encode(content_encoding) if isinstance(payload, str) else payload,
-        content_type=content_type,
-        content_encoding=content_encoding,
-        exchange=exchange,
-        routing_key=routing_key,
-    )
-    return NewJob(
-        job_id=request.id,
-        task=task.name,
-        message=message,
-        expires_seconds=seconds_until(request.expires),
-        max_attempts=task_settings.max_attempts,
-        on_expiry=task_settings.on_expiry,
-        queue=None if exchange else routing_key or None,
-        # A stranger's may be anything; the message keeps it.
-        priority=delivery["priority"] if isinstance(delivery.get("priority"), int) else None,
-        submitter=request.origin,
-        root_id=request.root_id,
-        parent_id=request.parent_id,
-        group_id=request.group,
-        key=key_of(task, task_settings, headers, request.args or (), request.kwargs or {}),
-        follows=True,
-    )

@@ -31,7 +31,6 @@ from celery_lease.claims import Answer, Claim
 from celery_lease.deaths import death_reason
 from celery_lease.endings import (
     Gone,
-    cancel_first,
     limit_exceeded,
     runner_lost,
     settle_told,
@@ -39,7 +38,7 @@ from celery_lease.endings import (
 from celery_lease.extension import Extension, extension_of
 from celery_lease.messages import RECORDED_HEADER, VERSION_HEADER, dispatch_count_of
 from celery_lease.records import Held
-from celery_lease.revocation import is_stamped
+from celery_lease.revocation import end_first, is_stamped
 from celery_lease.settings import Ack
 from celery_lease.task import encode_error
 
@@ -235,7 +234,7 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
         if expired:
             # What expired is ended by the reaper, by the store's clock.
             return
-        self._extension.tell(functools.partial(cancel_first, job_id=self.id))
+        self._extension.tell(functools.partial(end_first, job_id=self.id))
         if terminated and is_recorded:
             # The revocation may be older than this attempt (a resume, and a worker that heard it
             # late): one that the store has not ended goes on elsewhere.

@@ -34,9 +34,11 @@ from kombu import serialization
 from kombu.utils.encoding import safe_repr
 
 from celery_lease import bookkeeping, events, interrupt
+from celery_lease.adoption import adopted_job
 from celery_lease.backoff import UNCOUNTED_ENDS
 from celery_lease.bulk import BATCH, batched
-from celery_lease.dispatch import ending_error
+from celery_lease.calls import JobExists, Resend, may_exist, resending
+from celery_lease.dispatch import ending_error, tell_cancelled
 from celery_lease.enqueue import caller_for, enqueue
 from celery_lease.exceptions import (
     BodyAborted,
@@ -65,7 +67,6 @@ from celery_lease.messages import (
 )
 from celery_lease.outcomes import failure_of, type_name
 from celery_lease.reaper import report_vanished
-from celery_lease.recording import JobExists, Resend, adopted_job, may_exist, resending
 from celery_lease.records import (
     Absent,
     Accepted,
@@ -583,14 +584,10 @@ class _Delivery:
         Who cancelled it has done so already, unless it could not read the message.
         """
         request, task = self._request, self._task
-        ignored = request.ignore_result if request.ignore_result is not None else task.ignore_result
+        ignored = _is_result_ignored(task, request)
         try:
-            task.backend.mark_as_revoked(
-                request.id,
-                str(ending_error(outcome, task=task.name)),
-                request=request,
-                store_result=not ignored,
-            )
+            error = ending_error(outcome, task=task.name)
+            tell_cancelled(task.backend, request, error, store_result=not ignored)
         except Exception:
             # The result backend is away: a pass sends another message.
             logger.exception("lease.job.untold job_id=%s", request.id)
@@ -919,7 +916,7 @@ def encode_result(
         PayloadTooLarge: it is over ``lease_max_result_bytes``.
     """
     followed = bool(request.callbacks or request.chain or request.chord)
-    ignored = request.ignore_result if request.ignore_result is not None else task.ignore_result
+    ignored = _is_result_ignored(task, request)
     if (ignored and not followed) or value is None:
         return None, None
     serializer = getattr(task.backend, "serializer", None) or task.app.conf.result_serializer
@@ -935,6 +932,11 @@ def encode_result(
     if len(encoded) > limit:
         raise PayloadTooLarge("result", len(encoded), limit, "lease_max_result_bytes", task.name)
     return encoded, content_type
+
+
+def _is_result_ignored(task: LeasedTask, request: Any) -> bool:
+    said = request.ignore_result
+    return bool(task.ignore_result if said is None else said)
 
 
 def _is_disabled(backend: Any) -> bool:

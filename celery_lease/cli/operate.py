@@ -41,15 +41,13 @@ def cancel(ctx: click.Context, *, job_ids: tuple[str, ...], reason: str, as_json
                 refused.append((job_id, answer.state))
     finally:
         # Also if the store goes away half way: those have ended.
-        _report_many(done, refused, as_json=as_json)
+        _report(done, refused, as_json=as_json)
     extension.reaper().settle_many(done)
     if refused:
         sys.exit(1)
 
 
-def _report_many(
-    done: list[str], refused: list[tuple[str, JobState | None]], *, as_json: bool
-) -> None:
+def _report(done: list[str], refused: list[tuple[str, JobState | None]], *, as_json: bool) -> None:
     """Say of each job whether it is cancelled now; what was not is for stderr."""
     if as_json:
         print_json(
@@ -94,7 +92,15 @@ def resume(ctx: click.Context, *, job_id: str, reason: str, as_json: bool) -> No
         reason=reason,
         retention_seconds=_retention_seconds(extension, job_id),
     )
-    _report(job_id, reached, JobState.QUEUED, instead=_no_resume, as_json=as_json)
+    if reached is None:
+        raise JobNotFound(job_id)
+    if reached is not JobState.QUEUED:
+        problem = f"job {job_id} is {reached}: nothing was changed; {_no_resume(reached)}"
+        raise click.ClickException(problem)
+    if as_json:
+        print_json({"job": job_id, "state": reached.value})
+    else:
+        print_text([f"{job_id} is {reached}"])
     extension.reaper().send_now(job_id)
 
 
@@ -114,38 +120,6 @@ def _no_resume(reached: JobState) -> str:
         "another job has its idempotency key, or Celery has not been told of its end yet: see "
         "'celery lease timeline', wait for that, and try again"
     )
-
-
-def _report(
-    job_id: str,
-    reached: JobState | None,
-    wanted: JobState,
-    *,
-    instead: Callable[[JobState], str],
-    as_json: bool,
-) -> None:
-    """Say which state a job is in now.
-
-    Args:
-        job_id: the job.
-        reached: its state, None when there is no such job.
-        wanted: the state it was to reach.
-        instead: says why a job in another state was not changed, and what to do.
-        as_json: for programs.
-
-    Raises:
-        JobNotFound: there is no such job.
-        click.ClickException: the job is in a state in which this cannot be done.
-    """
-    if reached is None:
-        raise JobNotFound(job_id)
-    if reached is not wanted:
-        problem = f"job {job_id} is {reached}: nothing was changed; {instead(reached)}"
-        raise click.ClickException(problem)
-    if as_json:
-        print_json({"job": job_id, "state": reached.value})
-    else:
-        print_text([f"{job_id} is {reached}"])
 
 
 @click.command(cls=LeaseCommand)

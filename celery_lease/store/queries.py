@@ -1,6 +1,8 @@
 """What the reaper and the dispatcher read: no row is locked and none is changed here.
 
 What a person or a program reads of jobs and attempts is in ``models`` and ``history``.
+
+Long, for it is a list: one read after the other, none of which needs the others.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ def env() -> dict[str, str]:
 
 
 @pytest.fixture
-def run(project: Path, env: dict[str, str]) -> Callable[[str], str]:
-    """Run one of its scripts; returns what it printed."""
+def run(project: Path, env: dict[str, str]) -> Callable[..., str]:
+    """Run Python in it, or in a folder of it, with these arguments; returns what it printed."""
 
-    def run_it(script: str) -> str:
+    def run_it(*arguments: str, folder: str = ".") -> str:
         done = subprocess.run(
-            [sys.executable, script],
-            cwd=project,
+            [sys.executable, *arguments],
+            cwd=project / folder,
             env={**os.environ, **env},
             capture_output=True,
             text=True,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.support.waiting import eventually
@@ -26,21 +24,6 @@ def shown(command: str) -> list[str]:
     return re.findall(rf"\$ {re.escape(command)}\n(.*?)(?=\$|```)", text, re.DOTALL)
 
 
-def run_in(folder: Path, env: dict[str, str], *arguments: str) -> str:
-    """Run Python with these arguments; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def rows(path: Path, query: str) -> list[tuple[object, ...]]:
     """Ask the example's database."""
     with closing(sqlite3.connect(path)) as database:
@@ -48,11 +31,14 @@ def rows(path: Path, query: str) -> list[tuple[object, ...]]:
 
 
 def test_with_sqlalchemy(
-    project: Path, env: dict[str, str], start_worker: Callable[..., CeleryWorker]
+    project: Path,
+    env: dict[str, str],
+    run: Callable[..., str],
+    start_worker: Callable[..., CeleryWorker],
 ) -> None:
-    run_in(project, env, "-m", "celery", "-A", "tasks", "lease", "migrate")
+    run("-m", "celery", "-A", "tasks", "lease", "migrate")
 
-    assert run_in(project, env, "order.py") == shown("python order.py")[0]
+    assert run("order.py") == shown("python order.py")[0]
     # It has left, and was not sent by a pass.
     assert len(list((project / "queue").glob("*.msg"))) == 1
     start_worker("tasks", cwd=project, env=env, concurrency=1, lean=False)
@@ -65,15 +51,19 @@ def test_with_sqlalchemy(
 
 
 def test_with_django(
-    project: Path, env: dict[str, str], start_worker: Callable[..., CeleryWorker]
+    project: Path,
+    env: dict[str, str],
+    run: Callable[..., str],
+    start_worker: Callable[..., CeleryWorker],
 ) -> None:
+    run = partial(run, folder="django_shop")
     folder = project / "django_shop"
-    run_in(folder, env, "manage.py", "migrate")
-    run_in(folder, env, "-m", "celery", "-A", "shop", "lease", "migrate")
+    run("manage.py", "migrate")
+    run("-m", "celery", "-A", "shop", "lease", "migrate")
 
-    assert run_in(folder, env, "manage.py", "order") == shown("python manage.py order")[0]
+    assert run("manage.py", "order") == shown("python manage.py order")[0]
     assert len(list((folder / "queue").glob("*.msg"))) == 1
-    assert "No changes" in run_in(folder, env, "manage.py", "makemigrations", "--check")
+    assert "No changes" in run("manage.py", "makemigrations", "--check")
     start_worker("shop", cwd=folder, env=env, concurrency=1, lean=False)
     eventually((folder / "confirmed.txt").exists, timeout=30)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, chain, chord, group
+from celery import Celery, chain, chord, group, states
 from kombu.exceptions import OperationalError
 
 from celery_lease import install
@@ -477,6 +477,22 @@ def test_a_chord_that_only_pickle_can_read_is_ended_by_a_worker(
     stage.assert_accepted_once(stage.send({}).id, 1)
     assert len(stage.ledger.read("errback")) == 1
     assert stage.ledger.read("body") == []
+
+
+def test_a_chain_that_only_pickle_can_read_is_ended_by_a_worker(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """B065: its next step would be waited for, for ever."""
+    stage = make_stage(task_serializer="pickle", accept_content=["json", "pickle"])
+    first = stage.signature({}, name="revoked").set(countdown=30)
+    last = chain(first, stage.signature({}, name="next"), app=stage.app).apply_async()
+
+    stage.result(last.parent.id).revoke()
+    stage.worker(concurrency=1)
+
+    assert_cancelled(stage, last.parent.id, attempts=0)
+    eventually(lambda: stage.result(last.id).state == states.REVOKED)
+    assert stage.ledger.read("begin", name="next") == []
 
 
 def test_a_group_is_revoked_as_a_whole(make_stage: Callable[..., Stage]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from celery_lease import keys
-from celery_lease.recording import canonical
+from celery_lease.messages import canonical
 
 
 def run(order_id: int, note: str = "", *, priority: int = 0) -> None:

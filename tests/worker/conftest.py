@@ -81,6 +81,30 @@ def make_site(redis_url: str) -> Iterator[Callable[..., Site]]:
         yield make
 
 
+@pytest.fixture(scope="module")
+def sites(
+    request: pytest.FixtureRequest, valkey: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Site]]:
+    """Sites of a module, one for each kind of database, each made at its first use."""
+    made: dict[str, Site] = {}
+    with ExitStack() as stack:
+
+        def site(kind: str) -> Site:
+            if kind not in made:
+                if kind == "sqlite":
+                    store_url = f"sqlite:///{tmp_path_factory.mktemp('site') / 'lease.db'}"
+                else:
+                    server = request.getfixturevalue(kind)
+                    store_url = stack.enter_context(new_database(server.url))
+                url = valkey.url
+                if not isinstance(valkey, External):
+                    url = valkey.url_for(next(_numbers) % valkey.databases)
+                made[kind] = stack.enter_context(open_site(url, store_url))
+            return made[kind]
+
+        yield site
+
+
 # --- pytest-celery's clusters ------------------------------------------------------------------
 
 

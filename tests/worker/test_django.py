@@ -20,12 +20,9 @@ from celery_lease import IdempotencyConflict
 from celery_lease.contrib.django import DjangoLeasedTask
 from celery_lease.exceptions import SettingError
 from celery_lease.extension import extension_of
-from tests.conftest import _numbers
-from tests.support.databases import new_database
-from tests.support.servers import External
 from tests.support.waiting import eventually
 from tests.support.workers import ROOT
-from tests.worker.site import Site, open_site
+from tests.worker.site import Site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,9 +79,7 @@ def remove_database(using: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def places(
-    request: pytest.FixtureRequest, valkey: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Place]]:
+def places(sites: Callable[[str], Site]) -> Iterator[Callable[[str], Place]]:
     """The places of this module, each made at its first use."""
     # Django knows MySQL by mysqlclient alone, for which PyMySQL stands in (says its own manual).
     pymysql.install_as_MySQLdb()
@@ -98,16 +93,8 @@ def places(
 
         def place(kind: str) -> Place:
             if kind not in made:
-                if kind == "sqlite":
-                    store_url = f"sqlite:///{tmp_path_factory.mktemp('django') / 'lease.db'}"
-                else:
-                    server = request.getfixturevalue(kind)
-                    store_url = stack.enter_context(new_database(server.url))
-                url = valkey.url
-                if not isinstance(valkey, External):
-                    url = valkey.url_for(next(_numbers) % valkey.databases)
-                site = stack.enter_context(open_site(url, store_url))
-                add_database(kind, store_url)
+                site = sites(kind)
+                add_database(kind, site.store_url)
                 stack.callback(remove_database, kind)
                 made[kind] = Place(kind, site)
             return made[kind]

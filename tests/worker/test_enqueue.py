@@ -29,9 +29,8 @@ from celery_lease import IdempotencyConflict
 from celery_lease.exceptions import PayloadTooLarge, SchemaMismatch, SettingError
 from celery_lease.extension import extension_of
 from celery_lease.store.dialects import SQLITE_BUSY_SECONDS
-from tests.conftest import _numbers
 from tests.support.databases import new_database
-from tests.support.servers import External, MariaDB, Valkey
+from tests.support.servers import MariaDB, Valkey
 from tests.support.waiting import eventually, never
 from tests.support.workers import ROOT
 from tests.worker.apps.enqueued import ORDERS
@@ -91,24 +90,14 @@ def orders(engine: sa.Engine, name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def places(
-    request: pytest.FixtureRequest, valkey: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Place]]:
+def places(sites: Callable[[str], Site]) -> Iterator[Callable[[str], Place]]:
     """The places of this module, each made at its first use."""
     made: dict[str, Place] = {}
     with ExitStack() as stack:
 
         def place(kind: str) -> Place:
             if kind not in made:
-                if kind == "sqlite":
-                    store_url = f"sqlite:///{tmp_path_factory.mktemp('enqueue') / 'lease.db'}"
-                else:
-                    server = request.getfixturevalue(kind)
-                    store_url = stack.enter_context(new_database(server.url))
-                url = valkey.url
-                if not isinstance(valkey, External):
-                    url = valkey.url_for(next(_numbers) % valkey.databases)
-                made[kind] = Place(kind, stack.enter_context(open_site(url, store_url)))
+                made[kind] = Place(kind, sites(kind))
                 stack.callback(made[kind].engine.dispose)
                 ORDERS.create(made[kind].engine)
             return made[kind]

@@ -19,7 +19,7 @@ from celery import Celery
 from celery.worker import state
 from kombu.message import Message
 
-from celery_lease import LeasedTask, endings
+from celery_lease import LeasedTask, endings, revocation
 from celery_lease.claims import Answer, Claim
 from celery_lease.extension import Extension, extension_of
 from celery_lease.messages import DISPATCH_HEADER, RECORDED_HEADER
@@ -388,7 +388,7 @@ def test_a_terminated_body_is_ended_as_revoked_only_if_the_store_has_not_moved_o
 
     assert pool.terminated == [PID]
     first, lost = _words(extension)
-    assert (first.func, first.keywords) == (endings.cancel_first, {"job_id": "job"})
+    assert (first.func, first.keywords) == (revocation.end_first, {"job_id": "job"})
     assert lost.func is endings.runner_lost
     assert (lost.keywords["gone"].lease, lost.keywords["gone"].dispatch_count) == (HELD, 2)
 

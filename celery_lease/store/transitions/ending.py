@@ -3,6 +3,9 @@
 *Mine* stands in each guard: running, under this token, held by this process. *Did my commit
 happen?* On zero rows the attempt asks its own row, and has won only if that holds the outcome
 which this very call asked for.
+
+One file, although it is long: the ends have to be seen beside each other, since they share that
+guard, that question and the order of their locks.
 """
 
 from __future__ import annotations

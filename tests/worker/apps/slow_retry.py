@@ -16,8 +16,7 @@ _inner = _backend.mark_as_retry
 
 @functools.wraps(_inner)
 def _slowly(*args: Any, **kwargs: Any) -> Any:
-    # Long enough for another child to have done the next attempt.
-    time.sleep(1.0)
+    time.sleep(1.0)  # the slowness itself: another child has the next attempt done meanwhile
     return _inner(*args, **kwargs)
 
 
