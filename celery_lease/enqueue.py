@@ -40,7 +40,8 @@ SEND_BATCH = 200
 
 _NOT_MADE = (
     "enqueue() made no job of {}: what stands in for its apply_async(), or for send_task() of its "
-    "app, has made a message of another id, or none"
+    "app, has made a message of another id, or none; let it pass the call on as it is, or call "
+    "apply_async() after the commit"
 )
 _DJANGO = "celery_lease.contrib.django:DjangoCaller"
 

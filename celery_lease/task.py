@@ -246,7 +246,8 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         if isinstance(call, dict):
             if call.get("task") != self.name:
                 raise TypeError(
-                    f"submit_many() of {self.name} got a signature of {call.get('task')}"
+                    f"submit_many() of {self.name} got a signature of {call.get('task')}: write "
+                    "one of this task, or a group of them all"
                 )
             return self.app.signature(call)
         if isinstance(call, list | tuple):
