@@ -194,9 +194,11 @@ def is_unsent(app: Any, job_id: str) -> bool:
 def is_taken(app: Any, group_id: str | None = None) -> bool:
     """Tell whether the new jobs of the call that runs, of a group, are given to a taker."""
     taking = _taking.get()
-    if taking is None or taking.job_id is not None or not taking.is_for(app_behind(app)):
-        return False
-    return taking.group_id in (None, group_id)
+    return (
+        taking is not None
+        and taking.is_for(app_behind(app))
+        and taking.group_id in (None, group_id)
+    )
 
 
 def app_behind(app: Any) -> Any:

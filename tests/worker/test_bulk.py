@@ -204,11 +204,14 @@ def test_a_context_that_outlives_a_batch_is_in_none(idle: Site) -> None:
     add, mark = idle.task("t.add"), idle.task("t.mark")
     copies: list[Context] = []
     within: list[str] = []
+    recorded: list[bool] = []
 
     def note(**_: Any) -> None:
         copies.append(copy_context())
         with ThreadPoolExecutor(1) as pool:
             within.append(pool.submit(copies[-1].run, mark.delay, "tag").result().id)
+        # Its caller has an answer by now, and the batch goes on.
+        recorded.append(idle.job_or_none(within[-1]) is not None)
 
     after_task_publish.connect(note, sender="t.add")
     try:
@@ -218,6 +221,7 @@ def test_a_context_that_outlives_a_batch_is_in_none(idle: Site) -> None:
         after_task_publish.disconnect(note, sender="t.add")
     later = [copy.run(mark.delay, "tag").id for copy in copies]
 
+    assert recorded == [True] * 3
     assert len(later) == 3
     assert idle.ids() >= {*within, *later}
     assert set(sent(idle)) == idle.ids()
