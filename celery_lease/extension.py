@@ -281,6 +281,17 @@ class Extension:
             submitter=socket.gethostname(),
         )
 
+    def stand_in(self, name: str) -> Any:
+        """Return a producer to call a leased task with, so that no other one is waited for.
+
+        None where the call may publish something else by it, or by the app's pool anyway.
+        """
+        conf = self.app.conf
+        # What is of another protocol is not recorded, and leaves by what the call was given.
+        if conf.task_always_eager or conf.task_protocol not in (None, 2):
+            return None
+        return self.connections.stand_in() if self.is_leased(name) else None
+
     def batch(self, producer: Any) -> Batch:
         """Return a batch of new jobs, to be sent by one producer."""
         return Batch(

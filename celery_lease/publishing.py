@@ -169,7 +169,18 @@ class LeaseConnections:
     @property
     def is_bounded(self) -> bool:
         """Whether the app's broker is reached by a driver that can be told to give up."""
-        return self._leads_here(self._app.connection_for_write())
+        return self.stand_in() is not None
+
+    def stand_in(self) -> Producer | None:
+        """Return a producer for Celery to hold while it makes a message that leaves by ours.
+
+        It connects to nothing. Celery takes one of the app's pool, which may have none left for as
+        long as the broker is frozen: plain tasks do not give theirs back.
+
+        None where messages leave by the app's pool.
+        """
+        connection = self._app.connection_for_write()
+        return Producer(connection, auto_declare=False) if self._leads_here(connection) else None
 
     def _leads_here(self, connection: Any) -> bool:
         known, place = self._here().served, _place(connection)

@@ -171,7 +171,17 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         """The lease of the running body; outside of one, a null lease whose calls do nothing."""
         return current_lease()
 
-    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+    def apply_async(  # noqa: PLR0917  Celery's signature
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        **options: Any,
+    ) -> Any:
         """Record the job and publish its message; see ``celery.Task.apply_async``.
 
         With an idempotency key (``idempotency_key="…"``, 1 character or more, or made by
@@ -193,18 +203,22 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
             raise SettingError(
                 [f"apply_async() of {self.name} got {n}: set it on the task" for n in wrong]
             )
-        if not self._has_key(options):
-            return super().apply_async(args, kwargs, **options)
+        if not (producer or options.get("publisher") or options.get("connection")):
+            producer = extension_of(self.app).stand_in(self.name)
+        named = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
+        options |= {name: value for name, value in named.items() if value is not None}
+        if task_id or not self._has_key(options):
+            return super().apply_async(args, kwargs, task_id=task_id, **options)
         # Made here, so that this very publish is recognised.
-        options["task_id"] = str(uuid())
+        job_id = str(uuid())
         try:
-            with may_exist(options["task_id"]):
-                return super().apply_async(args, kwargs, **options)
+            with may_exist(job_id):
+                return super().apply_async(args, kwargs, task_id=job_id, **options)
         except JobExists as existing:
-            self._forget_pending(options["task_id"])
+            self._forget_pending(job_id)
             return self.AsyncResult(existing.job_id)
         except IdempotencyConflict:
-            self._forget_pending(options["task_id"])
+            self._forget_pending(job_id)
             raise
 
     def submit_many(
@@ -236,7 +250,8 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         left, results = iter(calls), []
         # Read before the batch begins: what a generator submits by itself is recorded at once.
         while some := [self._call_of(call) for call in islice(left, BATCH)]:
-            with batched(make, self.app, producer) as own:
+            own = producer or extension_of(self.app).stand_in(self.name)
+            with batched(make, self.app, own) as own:
                 results += [
                     call.apply_async(producer=own, **{**options, **call.options}) for call in some
                 ]
@@ -303,18 +318,20 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         self.backend.remove_pending_result(self.AsyncResult(task_id))
 
     def _has_key(self, options: dict[str, Any]) -> bool:
-        """Tell whether a call may be given an existing job: it has a key, and no id yet.
+        """Tell whether a call without an id may be given an existing job: it has a key.
 
         Celery gives ``parent_id`` with a link that it sends after a body: an error raised there
         would make a failure of a parent that has succeeded, so that such a call follows, too.
         """
-        if options.get("task_id") or options.get("parent_id"):
+        if options.get("parent_id"):
             return False
         given = options.get("idempotency_key") or (options.get("headers") or {}).get(KEY_HEADER)
         rule = extension_of(self.app).settings_for(self).idempotency_key
         return given is not None or rule is not False
 
-    def retry(self, *args: Any, **kwargs: Any) -> Any:
+    def retry(
+        self, args: Any = None, kwargs: Any = None, exc: Any = None, *more: Any, **options: Any
+    ) -> Any:
         """Retry the task as a new attempt of the same job; see ``celery.Task.retry``.
 
         The attempt is closed, with the new message version, before the message leaves; if the
@@ -322,21 +339,20 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         """
         lease = _lease_of(self)
         if lease is None:
-            return super().retry(*args, **kwargs)
+            return super().retry(args, kwargs, exc, *more, **options)
         if lease.ended_by is not None:
             raise Ignore(f"this attempt has ended already: {lease.ended_by}")
         extension = extension_of(self.app)
-        error = kwargs.get("exc")
         resend = Resend(
             runtime=extension.runtime,
             lease=lease,
             kind=LateOutcome.RETRIED,
-            failure=failure_of(error) if isinstance(error, BaseException) else Failure(),
+            failure=failure_of(exc) if isinstance(exc, BaseException) else Failure(),
             shielded=shielded,
         )
         with lease.uninterrupted(), resending(resend):
             try:
-                return super().retry(*args, **kwargs)
+                return super().retry(args, kwargs, exc, *more, **options)
             except Reject:
                 # Celery turns whatever the publish raised into a failure of the task.
                 if isinstance(resend.error, StaleWrite | StoreUnavailable):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import pytest
@@ -170,6 +170,39 @@ def test_after_the_pause_one_publish_finds_the_broker_back(
 
     # Nobody makes a pass: it is the publishes themselves that find out.
     eventually(lambda: stage.job(submit_in(stage, TIMEOUT))["dispatched_at"])
+
+
+def test_plain_tasks_that_hold_all_of_celerys_producers_are_not_waited_for(
+    make_cable: Callable[..., Cable],
+) -> None:
+    stage, proxy = make_cable(broker_pool_limit=2)
+    proxy.stall()
+
+    def call_a_plain_task() -> None:
+        with suppress(OperationalError, OSError):
+            stage.note("plain").apply_async((0,))
+
+    stuck = [threading.Thread(target=call_a_plain_task) for _ in range(2)]
+    for thread in stuck:
+        thread.start()
+    eventually(lambda: len(stage.app.producer_pool._dirty) == 2)
+    work = stage.app.tasks["faults.work"]
+
+    began = time.monotonic()
+    stored = [submit_in(stage, TIMEOUT + SLACK)]
+    stored += [sent.id for sent in work.submit_many([work.s(plan={}, name="")] * 2)]
+    assert time.monotonic() - began <= TIMEOUT + SLACK
+    assert all(thread.is_alive() for thread in stuck)
+
+    for one in stored:
+        assert_stored(stage, one)
+    proxy.heal()
+    for thread in stuck:
+        thread.join()
+    assert stage.run_pass() == {"dispatched": 3}
+    stage.worker(concurrency=2)
+    for one in stored:
+        stage.assert_accepted_once(one, 1)
 
 
 def test_the_event_of_a_sent_task_waits_no_longer_either(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import pytest
 from celery import Celery, Task, chain, chord, group, shared_task
@@ -37,6 +39,20 @@ def test_a_class_is_a_task_and_its_options_hold(site: Site) -> None:
     # Constructed once, by the user: nothing of ours makes another.
     assert site.facts(tag) == ["made 1 token 1", "made 1 token 2"]
     assert job["max_attempts"] == 5
+
+
+def test_a_call_takes_its_arguments_by_position(site: Site) -> None:
+    tag, job_id = site.tag(), str(uuid4())
+    link, link_error = site.task("t.mark").si(tag), site.task("t.errback").si(tag)
+    call = site.task("t.mark")
+
+    # As Celery's own signature has them: task_id, producer, link, link_error, shadow.
+    result = call.apply_async((tag,), {}, job_id, None, link, link_error, "shadow")
+
+    assert result.id == job_id
+    assert result.get(timeout=10) == "marked"
+    eventually(lambda: site.facts(tag) == ["mark 1", "mark 1"])
+    assert json.loads(site.messages(job_id)[0]["headers"])["shadow"] == "shadow"
 
 
 @pytest.mark.parametrize(

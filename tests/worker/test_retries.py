@@ -66,6 +66,14 @@ def test_the_end_of_the_next_attempt_stands_over_its_retry(
     never(lambda: site.status(result.id) != "FAILURE", during=1.5)
 
 
+def test_a_retry_takes_its_arguments_by_position(site: Site) -> None:
+    result = site.task("r.positional").delay(site.tag())
+
+    assert result.get(timeout=10) == "done"
+    first = site.attempts(result.id)[0]
+    assert (first["error_type"], first["error_message"]) == ("ValueError", "again")
+
+
 def test_a_countdown_keeps_the_job_waiting(site: Site) -> None:
     tag = site.tag()
 

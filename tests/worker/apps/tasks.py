@@ -187,6 +187,13 @@ def _retrying_tasks(app: Celery, book: Ledger) -> None:  # noqa: C901 - same
             raise self.retry(exc=ValueError("again"), countdown=countdown, queue=queue)
         return f"done {self.request.retries}"
 
+    @app.task(name="r.positional", base=LeasedTask, bind=True)
+    def positional(self: LeasedTask, tag: str) -> str:
+        if self.request.retries == 0:
+            # As Celery's own signature has them: exc, throw, eta, countdown.
+            self.retry((tag,), {}, ValueError("again"), True, None, 0)  # noqa: FBT003
+        return "done"
+
     class Temporary(Exception):
         pass
 
