@@ -5,10 +5,10 @@ PYTHON ?= python3
 VENV   := .venv
 ARGS   ?=
 
-# Each worker of the test run has servers of its own, and most of its time is waiting: one more than
-# there are cores, not more than four, since the servers need memory.
-JOBS ?= $(shell n=$$(( $$(nproc 2>/dev/null || echo 2) + 1 )); \
-	if [ "$$n" -gt 4 ]; then n=4; fi; echo "$$n")
+# Most of what a test does is to wait, so that each core has work for two and more; each worker of
+# the run has servers of its own, and they need memory: not more than six.
+JOBS ?= $(shell n=$$(( $$(nproc 2>/dev/null || echo 2) * 5 / 2 )); \
+	if [ "$$n" -gt 6 ]; then n=6; fi; echo "$$n")
 
 # A venv is bound to the folder it was made in and to its Python; it is made again when one of them
 # has changed. A stamp is written last: a venv that failed half way leaves a folder with a
@@ -38,7 +38,7 @@ test: $(TEST) ## the tests (ARGS="-k expire -x" goes to pytest)
 
 long: $(TEST) ## the tests that take minutes
 	@$(VENV)/bin/python -m tests.support.prepare
-	$(VENV)/bin/python -m pytest -n $(JOBS) -m long $(ARGS)
+	CELERY_LEASE_TEST_EXEC=1 $(VENV)/bin/python -m pytest -n $(JOBS) -m long $(ARGS)
 	CELERY_LEASE_LONG=1 $(VENV)/bin/python -m pytest -n $(JOBS) -m "not long" tests/store tests/model $(ARGS)
 
 lint: lint-ruff lint-format lint-types lint-imports lint-changes docs wheel ## all checks that run no test

@@ -21,6 +21,7 @@ from tests.support.databases import new_database
 from tests.support.folders import remove_abandoned
 from tests.support.proxy import Proxy
 from tests.support.servers import External, MariaDB, PgBouncer, PostgreSQL, RabbitMQ, Valkey
+from tests.support.siblings import LONG, unknown
 from tests.support.workers import Beat, CeleryWorker
 
 if TYPE_CHECKING:
@@ -38,6 +39,19 @@ _numbers = itertools.count()
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Remove what killed test runs have left."""
     remove_abandoned()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is left to ``make long``; with ``CELERY_LEASE_LONG=1`` it is left to nobody."""
+    if not os.environ.get("CELERY_LEASE_LONG"):
+        for item in items:
+            if item.name.startswith(LONG):
+                item.add_marker(pytest.mark.long)
+    if config.args == config.getini("testpaths"):
+        # All were collected.
+        gone = unknown([item.name for item in items])
+        if gone:
+            raise pytest.UsageError(f"tests/support/siblings.py names no test: {gone}")
 
 
 def must_have(server: type[Server]) -> None:

@@ -225,7 +225,7 @@ def test_a_fail_over_to_a_synchronous_standby_loses_nothing(
     held = [stage.send({"wait": {"*": "go"}, "check": True}).id for _ in range(2)]
     for one in held:
         stage.wait_begun(one)
-    ids = [*held, *(stage.send({"wait": {"*": "flow"}}).id for _ in range(150))]
+    ids = [*held, *(stage.send({"wait": {"*": "flow"}}).id for _ in range(400))]
     stage.ledger.open_gate("flow")
     eventually(lambda: len(stage.ledger.read("end")) >= 5)
 
@@ -387,11 +387,11 @@ def test_four_processes_on_one_sqlite_file_meet_no_error(
 
     short = [stage.send({}).id for _ in range(count)]
     eventually(lambda: len(stage.ledger.read("end")) == count, timeout=120, interval=0.1)
-    renewed = [stage.attempts(one)[0]["renewal_count"] for one in held]
+    # However soon the short ones were done.
+    eventually(lambda: all(stage.attempts(one)[0]["renewal_count"] > 5 for one in held))
     stage.ledger.open_gate("go")
 
     assert_each_ran_once(stage, [*held, *short])
-    assert min(renewed) > 5
     for trouble in ("Traceback", "lease.store.unavailable", "locked"):
         assert trouble not in worker.log(), worker.log()
 

@@ -175,17 +175,18 @@ def test_after_the_pause_one_publish_finds_the_broker_back(
 def test_plain_tasks_that_hold_all_of_celerys_producers_are_not_waited_for(
     make_cable: Callable[..., Cable],
 ) -> None:
-    stage, proxy = make_cable(broker_pool_limit=2)
+    stage, proxy = make_cable()
     proxy.stall()
+    pool = stage.app.producer_pool
 
     def call_a_plain_task() -> None:
         with suppress(OperationalError, OSError):
             stage.note("plain").apply_async((0,))
 
-    stuck = [threading.Thread(target=call_a_plain_task) for _ in range(2)]
+    stuck = [threading.Thread(target=call_a_plain_task) for _ in range(pool.limit)]
     for thread in stuck:
         thread.start()
-    eventually(lambda: len(stage.app.producer_pool._dirty) == 2)
+    eventually(lambda: len(pool._dirty) == pool.limit)
     work = stage.app.tasks["faults.work"]
 
     began = time.monotonic()

@@ -21,6 +21,8 @@ from tests.support.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tests.support.forking import Forked
+
 # Zombie and dead: the process runs no more, whatever kill(pid, 0) says.
 _GONE = {"Z", "X", "x"}
 # Stopped by a signal, and by a tracer.
@@ -104,7 +106,7 @@ def wait_gone(pid: int, *, timeout: float = 10.0) -> None:
     eventually(lambda: not is_alive(pid), timeout=timeout, what=f"process {pid} gone")
 
 
-def end(process: subprocess.Popen[bytes], *, number: int, timeout: float) -> int:
+def end(process: subprocess.Popen[bytes] | Forked, *, number: int, timeout: float) -> int:
     """End a child with a signal, kill its whole tree if it does not; return its exit code."""
     family = tree(process.pid)
     if process.poll() is None:

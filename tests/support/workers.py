@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support import processes
+from tests.support import forking, processes
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class CeleryProcess:
         self.log_path = self.folder / f"{self.name}.log"
         self._python = python
         self._env = dict(env or {})
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | forking.Forked | None = None
         self._log_start = 0
 
     def command(self) -> list[str]:
@@ -80,9 +80,13 @@ class CeleryProcess:
         """Start it; ``wait_ready`` waits for it. After it has ended: start another, same name."""
         assert not self.is_running, f"{self.name} runs already"
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        self._process = processes.spawn(
-            self.command(), folder=self.cwd, log=self.log_path, env=self._environment()
-        )
+        command, env = self.command(), self._environment()
+        if forking.can_be_forked(command, env):
+            self._process = forking.nursery().fork(
+                command[3:], folder=self.cwd, log=self.log_path, env=env
+            )
+        else:
+            self._process = processes.spawn(command, folder=self.cwd, log=self.log_path, env=env)
         return self
 
     def wait_ready(self, timeout: float = 30.0) -> Self:
