@@ -116,6 +116,7 @@ def test_a_database_restarted_in_mid_run_loses_nothing(
     worker, beat = stage.worker(concurrency=2), stage.beat()
     held = stage.send({"wait": {"*": "go"}, "check": True}, link=stage.note("link"))
     stage.wait_begun(held.id)
+    eventually(lambda: stage.rows("pass"))
     sent = [stage.send({}).id for _ in range(20)]
 
     server.restart(kill=True)

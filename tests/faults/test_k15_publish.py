@@ -53,7 +53,13 @@ def make_cable(
         stage = make_stage(
             broker=broker,
             worker_settings={"broker_url": direct},
-            **{"lease_publish_timeout": TIMEOUT, "lease_reaper_in_worker": False, **settings},
+            **{
+                "lease_publish_timeout": TIMEOUT,
+                "lease_reaper_in_worker": False,
+                # No message is lost here: one that waits for its worker is not sent again.
+                "lease_queued_timeout": 300.0,
+                **settings,
+            },
         )
         return Cable(stage, proxy)
 
@@ -302,7 +308,7 @@ def test_a_pass_that_finds_a_frozen_broker_gives_its_batch_up(
     make_cable: Callable[..., Cable],
 ) -> None:
     """B124: 500 expired jobs, and no transaction is open while it waits for the broker."""
-    stage, proxy = make_cable(lease_queued_timeout=300.0)
+    stage, proxy = make_cable()
     worker = stage.worker(concurrency=1)
     sent = stage.send({"wait": {"1": "never"}})
     stage.wait_begun(sent.id)
@@ -339,7 +345,7 @@ def test_a_pass_that_finds_a_frozen_broker_gives_its_batch_up(
 def test_what_a_long_outage_has_left_is_sent_in_batches_each_once(
     make_cable: Callable[..., Cable],
 ) -> None:
-    stage, proxy = make_cable(lease_reaper_limit=500, lease_queued_timeout=300.0)
+    stage, proxy = make_cable(lease_reaper_limit=500)
     proxy.cut()
     stage.multiply(submit_in(stage, TIMEOUT + SLACK), 1999)
     assert stage.run_pass() == {"unpublished": 1}
