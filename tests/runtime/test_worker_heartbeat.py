@@ -33,7 +33,9 @@ def waits_for_it():
 
 for _ in range(3):
     threading.Thread(target=waits_for_it, daemon=True).start()
-ctypes.PyDLL(None).sleep(60)
+library = ctypes.PyDLL(None)
+library.prctl(15, b"asleep")  # PR_SET_NAME: from here on it does nothing
+library.sleep(60)
 """
 
 
@@ -177,8 +179,8 @@ def test_threads_that_wait_for_pythons_lock_are_no_computation(run: Any) -> None
     main = Main(time.monotonic)
     pid = run(HOLDS_THE_GIL)
     main.heartbeat.watch(replace(claim(pid), heartbeat_seconds=0.01))
-    eventually(lambda: len(list(Path(f"/proc/{pid}/task").iterdir())) == 4, timeout=20)
-    eventually(lambda: state(pid) == "S")
+    eventually(lambda: Path(f"/proc/{pid}/comm").read_text() == "asleep\n", timeout=20)
+    assert len(list(Path(f"/proc/{pid}/task").iterdir())) == 4
     main.heartbeat.beat_once()
 
     for _ in range(2):
