@@ -230,6 +230,16 @@ class DeadlineExceeded(JobEnded):
     """Raised when the job was not done by its deadline."""
 
 
+class JobUnsendable(JobEnded):
+    """Raised when what follows a job of a canvas could be no message: it was never sent.
+
+    Its text tells what the publish raised: a message over ``lease_max_message_bytes``, arguments
+    that its serializer cannot say, a key that cannot be made or is held with other arguments.
+
+    .. versionadded:: 0.1
+    """
+
+
 class BodyAborted(LeaseError):
     """Raised when a body ended by a ``BaseException`` of its own: Celery sees this in its place.
 

@@ -27,7 +27,9 @@ from celery_lease import events
 from celery_lease.calls import JobExists, Resend, Send, current_resend, is_new_id, taker_of
 from celery_lease.exceptions import (
     IdempotencyConflict,
+    JobUnsendable,
     StaleWrite,
+    StoreError,
     StoreUnavailable,
 )
 from celery_lease.messages import (
@@ -46,6 +48,7 @@ from celery_lease.messages import (
     seconds_until,
     undelayed,
 )
+from celery_lease.outcomes import type_name
 from celery_lease.publishing import BrokerAway, LeaseConnections
 from celery_lease.records import Accepted, IdempotencyKey, Late, Message, NewJob
 from celery_lease.settings import PublishOnError, Settings, TaskSettings
@@ -124,6 +127,21 @@ class RecordingProducer:
             return self._publish_event(body, options)
         headers = dict(options.pop("headers"))
         frozen = freeze_callbacks(body)
+        try:
+            send = self._accepted(frozen, dict(headers), options)
+        except (StoreError, StaleWrite, JobExists, SoftTimeLimitExceeded):
+            raise
+        except Exception as error:
+            if not _is_closing_books(headers["id"]):
+                raise
+            self._record_unsendable(frozen, headers, error)
+            return None
+        return None if send is None else send()
+
+    def _accepted(
+        self, frozen: Any, headers: dict[str, Any], options: dict[str, Any]
+    ) -> Callable[[], Any] | None:
+        """Have a message recorded, or taken; returns what sends it, None if it is not to leave."""
         resend = current_resend()
         if resend is not None and headers["id"] == resend.lease.job_id:
             version = resend.lease.message_version + 1
@@ -136,7 +154,7 @@ class RecordingProducer:
         headers[VERSION_HEADER] = version
         headers[RECORDED_HEADER] = True
         # A retry, or a replacement, is the job that holds the key.
-        key = self._key(body, headers) if version == 1 else None
+        key = self._key(frozen, headers) if version == 1 else None
         home = undelayed(options, self._leased_task.app.amqp.queues)
         message, options = encoded(
             frozen, version, headers, options, limit=self._settings.max_message_bytes
@@ -164,7 +182,7 @@ class RecordingProducer:
             if is_away:
                 self._not_sent(BrokerAway(BROKER_AWAY), headers)
             return None
-        return self._send(message, headers, options)
+        return lambda: self._send(message, headers, options)
 
     def _sending(self, message: Message, headers: dict[str, Any], options: dict[str, Any]) -> Send:
         def send(producer: Any = None, *, is_recorded: bool = True) -> None:
@@ -173,6 +191,36 @@ class RecordingProducer:
             self._put(producer or self._producer, message, headers, options)
 
         return send
+
+    def _record_unsendable(self, body: Any, headers: dict[str, Any], error: Exception) -> None:
+        """Record what follows a job, and cannot be a message, as the failed job that it is.
+
+        Whoever sends it is a job that has succeeded, which Celery would make a failure of, at each
+        replay again. So its canvas is told of this error, by the books of this job, and once.
+
+        Raises:
+            StoreError: nothing was recorded; a replay does it.
+        """
+        # Never run: its arguments may be what cannot be recorded.
+        stripped: Any = ((), {}, body[2])
+        for name in OWN_HEADERS:
+            headers.pop(name, None)
+        headers[VERSION_HEADER] = 1
+        headers[RECORDED_HEADER] = True
+        try:
+            message, _ = encoded(stripped, 1, headers, {}, limit=self._settings.max_message_bytes)
+            job = self._new_job(message, headers, {}, None, leaves=False)
+            transitions.submit_failed(
+                self._store,
+                replace(job, queue=None, priority=None),
+                error_type=f"{JobUnsendable.__module__}.{JobUnsendable.__name__}",
+                error_message=f"{type_name(error)}: {error}",
+            )
+        except StoreError:
+            raise
+        except Exception as trouble:
+            raise error from trouble
+        self._tell_not_sent(error, headers)
 
     def _publish_event(self, body: Any, options: dict[str, Any]) -> Any:
         """Publish ``task-sent``: it comes after its job, and must not make that a failure."""
@@ -382,8 +430,10 @@ class RecordingProducer:
     def _not_sent(self, error: Exception, headers: Mapping[str, Any]) -> None:
         """Say that a recorded message did not leave, and to the caller if he wants to know."""
         self._tell_not_sent(error, headers)
-        # A retry has ended its attempt: an error would make a failure of it.
-        if self._settings.publish_on_error is PublishOnError.RAISE and current_resend() is None:
+        # A retry has ended its attempt, and what follows a job comes after its end: an error would
+        # make a failure of it.
+        is_wanted = self._settings.publish_on_error is PublishOnError.RAISE
+        if is_wanted and current_resend() is None and not _is_closing_books(headers["id"]):
             raise error
 
     def _tell_not_sent(self, error: Exception, headers: Mapping[str, Any]) -> None:

@@ -138,3 +138,5 @@ class Refusal(str, Enum):
 REPLACED_REVOKED = "replaced, revoked"
 #: Why a job has succeeded that went on as a canvas.
 REPLACED_REASONS = (AttemptState.REPLACED.value, REPLACED_REVOKED)
+#: Why a job has failed that could be no message: its arguments are not in the store.
+NEVER_SENT = "never sent"

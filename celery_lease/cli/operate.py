@@ -118,7 +118,8 @@ def _no_resume(reached: JobState) -> str:
         return "it has not ended; to begin anew, cancel it first"
     return (
         "another job has its idempotency key, or Celery has not been told of its end yet: see "
-        "'celery lease timeline', wait for that, and try again"
+        "'celery lease timeline', wait for that, and try again; what was never sent has no "
+        "arguments here: submit it anew"
     )
 
 

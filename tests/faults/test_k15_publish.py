@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import pytest
+from celery import chain
 from kombu.exceptions import OperationalError
 
 from celery_lease import publishing
@@ -299,6 +300,27 @@ def test_a_message_that_the_broker_refuses_is_in_nobodys_way(
     assert stage.run_pass() == {"unpublished": 1, "dispatched": 1}
     assert stage.run_pass() == {}
     assert stage.broker.waiting() == 2
+
+
+def test_a_step_that_the_broker_refuses_makes_no_failure_of_the_job_before_it(
+    rabbitmq: Any, amqp_url: str, make_stage: Callable[..., Stage]
+) -> None:
+    stage = make_stage(
+        broker=RabbitBroker(amqp_url, rabbitmq),
+        lease_reaper_in_worker=False,
+        lease_publish_on_error="raise",
+    )
+    stage.worker(concurrency=1)
+    refused = stage.signature({}).set(immutable=True, exchange="missing", routing_key="nowhere")
+
+    last = chain(stage.signature({}), refused).apply_async(link_error=stage.on_error())
+
+    stage.assert_accepted_once(last.parent.id, 1)
+    eventually(lambda: stage.job(last.parent.id)["settled_at"])
+    assert last.parent.state == "SUCCESS"
+    # As one that was sent: tried again at growing gaps.
+    assert stage.job(last.id)["dispatched_at"] is not None
+    assert stage.ledger.read("on_error") == []
 
 
 # --- the reaper -----------------------------------------------------------------------------------

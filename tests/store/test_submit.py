@@ -32,6 +32,42 @@ if TYPE_CHECKING:
     from tests.store.conftest import LoseReplies
 
 
+def test_what_cannot_be_sent_is_a_failed_job_that_waits_to_be_told(store: Store) -> None:
+    now = store_now(store)
+
+    answer = transitions.submit_failed(
+        store, new_job(delay_seconds=60.0), error_type="odd.Error", error_message="its text\x00"
+    )
+
+    assert answer is True
+    job = job_row(store)
+    assert (job["state"], job["state_reason"]) == (JobState.FAILED, "never sent")
+    assert (job["error_type"], job["error_message"]) == ("odd.Error", "its text\\x00")
+    assert about(job["finished_at"], now)
+    assert job["settled_at"] is job["accepted_attempt"] is None
+    ((outcome, message),) = queries.unsettled(store, grace_seconds=60, again_seconds=60, limit=9)
+    assert (outcome.state, outcome.by_attempt) == (JobState.FAILED, False)
+    assert message.job_id == "job"
+
+
+def test_what_cannot_be_sent_is_no_other_job(store: Store) -> None:
+    submitted(store)
+
+    with nothing_changes(store):
+        assert not transitions.submit_failed(
+            store, new_job(), error_type="odd.Error", error_message=""
+        )
+
+
+def test_what_was_never_sent_is_not_resumed(store: Store) -> None:
+    transitions.submit_failed(store, new_job(), error_type="odd.Error", error_message="")
+    (outcome, _) = queries.unsettled(store, grace_seconds=0, again_seconds=0, limit=1)[0]
+    transitions.settle(store, [("job", 0, outcome.finished_at)])
+
+    with nothing_changes(store):
+        assert transitions.resume(store, "job", reason="again") == JobState.FAILED
+
+
 def test_a_job_that_is_due_is_queued_with_its_message(store: Store) -> None:
     now = store_now(store)
 

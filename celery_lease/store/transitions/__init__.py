@@ -61,7 +61,7 @@ from celery_lease.store.transitions.results import (
 )
 from celery_lease.store.transitions.retention import prune, record_pass
 from celery_lease.store.transitions.revoking import cancel_all, cancel_dispatched
-from celery_lease.store.transitions.submission import submit, submit_many
+from celery_lease.store.transitions.submission import submit, submit_failed, submit_many
 from celery_lease.store.transitions.timing import expire_unstarted, pass_deadline, wake
 from celery_lease.store.transitions.vanishing import expire, lost
 
@@ -111,6 +111,7 @@ __all__ = [
     "settle",
     "size_chord",
     "submit",
+    "submit_failed",
     "submit_keyed",
     "submit_many",
     "take_over",

@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.elements import ColumnElement
 
-from celery_lease.states import JobState
+from celery_lease.states import NEVER_SENT, JobState
 from celery_lease.store.dialects import Later, clock
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions.keys import free_key
@@ -157,15 +157,17 @@ def resume(
 
     Returns:
         ``queued``, or the state it is in when it cannot be resumed (in a state that can: another
-        job has taken its idempotency key, and it has run itself); None: no such job. One that has
-        never run follows the holder of its key.
+        job has taken its idempotency key, and it has run itself; or it was never sent, and has no
+        arguments); None: no such job. One that has never run follows the holder of its key.
     """
     job = store.tables.job
     guard = [
         sa.or_(
             job.c.state == JobState.HELD.value,
             sa.and_(job.c.state.in_(FINAL), job.c.settled_at.is_not(None)),
-        )
+        ),
+        # Its message has no arguments.
+        job.c.state_reason.is_distinct_from(NEVER_SENT),
     ]
     values: dict[str, Any] = {
         "state": JobState.QUEUED.value,

@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
 from celery_lease.records import Message, NewJob
-from celery_lease.states import JobState
+from celery_lease.states import NEVER_SENT, JobState
 from celery_lease.store.dialects import Later, clock, insert_if_absent
 from celery_lease.store.engine import Store
 from celery_lease.store.schema import NAME
@@ -83,6 +83,58 @@ def submit_many(store: Store, jobs: Sequence[NewJob]) -> set[str]:
         return insert_job(store, job) or (tries > 1 and is_own_submit(store, job))
 
     return store.retrying(work) if jobs else set()
+
+
+def submit_failed(store: Store, job: NewJob, *, error_type: str, error_message: str) -> bool:
+    """Record a job that is never sent: → failed, without an attempt; a pass tells Celery.
+
+    Args:
+        store: the store.
+        job: the job; its message is what closes its books, and no body runs by it.
+        error_type: of the exception that Celery is told.
+        error_message: its text.
+
+    Returns:
+        False when a job with this id exists; nothing was written.
+
+    Raises:
+        StoreUnavailable: nothing is known to be written.
+    """
+    parameters = job_parameters(job)
+    failure = {
+        "p_error_type": clean(error_type, 255),
+        "p_error_message": clean(error_message),
+    }
+
+    def work() -> bool:
+        try:
+            with store.transaction() as connection:
+                insert_in(store, connection, parameters)
+                connection.execute(
+                    built(store, "submit_failed", _failing_statement), parameters | failure
+                )
+        except IntegrityError:
+            if _job_exists(store, job.job_id):
+                return False
+            raise
+        return True
+
+    return store.retrying(work)
+
+
+def _failing_statement(store: Store) -> Any:
+    job = store.tables.job
+    return (
+        sa.update(job)
+        .where(job.c.id == bindparam("p_id"))
+        .values(
+            state=JobState.FAILED.value,
+            state_reason=NEVER_SENT,
+            error_type=bindparam("p_error_type"),
+            error_message=bindparam("p_error_message"),
+            finished_at=clock(),
+        )
+    )
 
 
 def insert_job(store: Store, job: NewJob, *, holds_key: bool = True) -> bool:

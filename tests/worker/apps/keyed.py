@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import chain
 
-from celery_lease import LeasedTask
+from celery_lease import LeasedTask, SettingError
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -24,6 +24,18 @@ def add_keyed_tasks(app: Celery, book: Any) -> None:  # noqa: C901 - a list of t
     def order(order_id: str, note: str = "") -> str:
         book.note(order_id, f"order {note}")
         return note
+
+    @app.task(name="k.report", base=LeasedTask, lease_idempotency_key="report-{report[id]}")
+    def report(report: Any) -> Any:
+        return report["id"]
+
+    @app.task(name="k.submits_report", base=LeasedTask)
+    def submits_report(tag: str) -> str:
+        try:
+            app.tasks["k.report"].delay(tag)
+        except SettingError as error:
+            return type(error).__name__
+        return "submitted"
 
     @app.task(
         name="k.lenient",
