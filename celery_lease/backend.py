@@ -264,10 +264,13 @@ class LeaseBackend(BaseBackend):  # type: ignore[misc]  # Celery has no types
     ) -> dict[str, Any]:
         said = kept if kept is not None and kept.fencing_token == job.fencing_token else None
         if job.outcome is None:
+            # What was said before the first claim (``abort()``) is of no attempt, and stands.
+            early = kept if kept is not None and kept.fencing_token == 0 else None
+            word = said or early
             # Not a final word: the body's own, before an ``Ignore`` that has not come.
-            own = said is not None and said.status not in {*self.READY_STATES, FORGOTTEN}
+            own = word is not None and word.status not in {*self.READY_STATES, FORGOTTEN}
             if own and (job.state is JobState.RUNNING or job.fencing_token == 0):
-                return self._meta_of_kept(task_id, said)
+                return self._meta_of_kept(task_id, word)
             status, result = self._unfinished(job)
             meta: dict[str, Any] = {"date_done": None}
         elif job.state is JobState.SUCCEEDED and job.state_reason in _SAYS_NOTHING:

@@ -18,6 +18,7 @@ import pytest
 import sqlalchemy as sa
 from celery import Celery, chain, chord, group
 from celery.app.task import Context
+from celery.contrib.abortable import AbortableAsyncResult
 from celery.exceptions import ChordError, TaskRevokedError
 from celery.exceptions import TimeoutError as CeleryTimeout
 from celery.result import AsyncResult, GroupResult
@@ -644,6 +645,20 @@ def test_a_state_of_the_body_s_own_is_seen_while_it_runs(
     update_state(app, second, tid, "PROGRESS", {"done": 2})
     update_state(app, lease, tid, "PROGRESS", {"done": "of the stale attempt"})
     assert app.AsyncResult(tid).info == {"done": 2}
+
+
+def test_an_abort_before_the_claim_is_seen_by_the_body(app: Celery, store: Store, tid: str) -> None:
+    submitted(store, tid, task="leased")
+
+    AbortableAsyncResult(tid, app=app).abort()
+    assert app.AsyncResult(tid).state == "ABORTED"
+    lease = claimed(store, tid)
+    assert AbortableAsyncResult(tid, app=app).is_aborted()
+
+    update_state(app, lease, tid, "PROGRESS", {"done": 1})
+    assert app.AsyncResult(tid).state == "PROGRESS"
+    succeed(store, lease)
+    assert app.AsyncResult(tid).get(timeout=5) == 42
 
 
 def test_a_final_state_that_a_body_tells_itself_counts_if_it_is_ignored_then(
