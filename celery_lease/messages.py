@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from operator import itemgetter
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
@@ -231,14 +232,35 @@ def key_of(
 
 
 def canonical(arguments: Mapping[str, Any], serializer: str | None) -> bytes:
-    """Return arguments as bytes: the same for equal ones, whatever the order of their names."""
+    """Return arguments as bytes: the same for equal ones, whatever the order of names or of a set.
+
+    What only a serializer like pickle can say is as that says it, which may differ for equal ones.
+    """
     ordered = dict(sorted(arguments.items()))
-    try:
-        return str(kombu_json.dumps(ordered, sort_keys=True)).encode()
-    except (TypeError, ValueError):
-        # JSON cannot say it, or has no order for the keys of a dictionary in it.
-        payload = serialization.dumps(ordered, serializer)[2]
-        return str(payload).encode() if isinstance(payload, str) else bytes(payload)
+    for said in (lambda: ordered, lambda: _in_order(ordered)):
+        try:
+            return str(kombu_json.dumps(said(), sort_keys=True)).encode()
+        except (TypeError, ValueError):
+            # JSON cannot say it, or has no order for the keys of a dictionary in it.
+            continue
+    payload = serialization.dumps(ordered, serializer)[2]
+    return str(payload).encode() if isinstance(payload, str) else bytes(payload)
+
+
+def _in_order(value: Any) -> Any:
+    """Return a value with its sets and dictionaries as lists: sets have no order between processes.
+
+    Raises:
+        TypeError: a member of one is nothing that JSON can say.
+    """
+    if isinstance(value, set | frozenset):
+        return ["set", sorted(kombu_json.dumps(_in_order(one)) for one in value)]
+    if isinstance(value, Mapping):
+        pairs = [(kombu_json.dumps(_in_order(k)), _in_order(v)) for k, v in value.items()]
+        return ["dict", sorted(pairs, key=itemgetter(0))]
+    if isinstance(value, list | tuple):
+        return [_in_order(one) for one in value]
+    return value
 
 
 def queue_name(options: dict[str, Any], message: Message) -> str | None:

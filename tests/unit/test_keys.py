@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -135,3 +139,38 @@ def test_a_template_names_arguments_that_there_are() -> None:
     assert keys.unknown_fields("{order_id}-{note[0]}-{priority.real}", run) == []
     assert keys.unknown_fields("{order}-{order_id}", run) == ["order"]
     assert keys.unknown_fields("{order}", any_name) == []
+
+
+def test_sets_have_the_same_digest_in_every_process() -> None:
+    code = (
+        "from celery_lease.messages import canonical\n"
+        "tags = {'red', 'green', 'blue', 'black'}\n"
+        "said = [tags, {frozenset(tags): 1, 2: {'of': tags}}, (tags, None)]\n"
+        "print(canonical({'said': said}, 'pickle'))"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in "1234"
+    }
+
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({1, 2}, {1, 3}),
+        ({1}, [1]),
+        ({"1"}, {1}),
+        ({(1, 2): {3}}, {(1, 3): {3}}),
+        ({1: {2}}, {2: {1}}),
+    ],
+)
+def test_sets_that_differ_have_different_digests(one: Any, other: Any) -> None:
+    assert canonical({"a": one}, "pickle") != canonical({"a": other}, "pickle")
+    assert canonical({"a": one}, "pickle") == canonical({"a": copy.deepcopy(one)}, "pickle")
