@@ -1519,6 +1519,14 @@ GUARDS = (
     ),
     Guard("resume: clears the losses", "resume", '"lost_count": 0,', "", "test_operators.py"),
     Guard(
+        "resume: what was never sent",
+        "resume",
+        "job.c.state_reason.is_distinct_from(NEVER_SENT),",
+        "",
+        "test_submit.py",
+        "never_sent",
+    ),
+    Guard(
         "resume: bounds still to come",
         "_anew",
         "instant > clock()",
