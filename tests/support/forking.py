@@ -186,6 +186,8 @@ def _serve(control: socket.socket) -> None:
         importlib.import_module(name)
     # What is there now is not copied because a collection has looked at it.
     gc.freeze()
+    # Kept: whoever asked may not have heard the answer.
+    ended: dict[int, int] = {}
     while True:
         try:
             said = control.recv(_MOST_BYTES)
@@ -195,10 +197,15 @@ def _serve(control: socket.socket) -> None:
             os._exit(0)
         number, request = json.loads(said)
         if "ended" in request:
-            pid, status = os.waitpid(request["ended"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
+            asked = request["ended"]
+            if asked not in ended:
+                pid, status = os.waitpid(asked, os.WNOHANG)
+                if pid:
+                    ended[pid] = os.waitstatus_to_exitcode(status)
+            answer = ended.get(asked)
         else:
             answer = os.fork()
+            ended.pop(answer, None)
             if answer == 0:
                 control.close()
                 _become(**request)
