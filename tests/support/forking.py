@@ -188,6 +188,7 @@ def _serve(control: socket.socket) -> None:
     gc.freeze()
     # Kept: whoever asked may not have heard the answer.
     ended: dict[int, int] = {}
+    own_pid = os.getpid()
     while True:
         try:
             said = control.recv(_MOST_BYTES)
@@ -208,15 +209,20 @@ def _serve(control: socket.socket) -> None:
             ended.pop(answer, None)
             if answer == 0:
                 control.close()
-                _become(**request)
+                _become(parent=own_pid, **request)
                 return
         control.send(json.dumps([number, answer]).encode())
 
 
-def _become(*, arguments: list[str], folder: str, log: str, env: dict[str, str]) -> None:
+def _become(
+    *, parent: int, arguments: list[str], folder: str, log: str, env: dict[str, str]
+) -> None:
     os.setsid()
     # As ``processes.spawn`` has it: nothing outlives the test run.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # It has ended before that.
+        os._exit(1)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
