@@ -658,8 +658,9 @@ SETTINGS: tuple[Setting, ...] = (
         name="lease_store_engine_options",
         default=MappingProxyType({}),
         kind=_ENGINE_OPTIONS,
-        summary="Arguments passed on to sqlalchemy.create_engine: a larger pool renews sooner "
-        "under load and costs connections in every process.",
+        summary="Arguments passed on to sqlalchemy.create_engine, an isolation_level being that of "
+        "transactions: a larger pool renews sooner under load and costs connections in every "
+        "process.",
     ),
     Setting(
         name="lease_duration",

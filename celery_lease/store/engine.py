@@ -20,13 +20,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from celery_lease.exceptions import SchemaMismatch, SettingError, StoreUnavailable
 from celery_lease.store import dialects
+from celery_lease.store.engine_options import EngineOptions
 from celery_lease.store.schema import DEFAULT_PREFIX, build_tables
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ class Store:
         url: SQLAlchemy database URL.
         schema: PostgreSQL schema of the tables, None for the default.
         table_prefix: what the table names begin with.
-        engine_options: extra arguments of ``sqlalchemy.create_engine``; they win.
+        engine_options: extra arguments of ``sqlalchemy.create_engine``; they win. An isolation
+            level is that of the transactions.
 
     Raises:
-        SettingError: the URL cannot be used at all.
+        SettingError: the URL or the options cannot be used at all.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Store:
         self.schema = schema
         self.table_prefix = table_prefix
         self.tables = build_tables(table_prefix, schema)
-        self._engine_options = dict(engine_options or {})
+        self._options = EngineOptions(engine_options or {}, self.dialect)
         self._base: Engine | None = None
         self._engine: Engine | None = None
         self._pid = -1
@@ -128,31 +129,11 @@ class Store:
             return {"lease_transaction": True}
         # By themselves these connections are in autocommit: switching that on and off around
         # each hot statement is a third of what SQLAlchemy costs it (``bench``).
-        level = self._engine_options.get("isolation_level", "READ COMMITTED")
+        level = self._options.transaction_level
         return {"lease_transaction": True, "isolation_level": level}
 
     def _create_engine(self) -> Engine:
-        options: dict[str, Any] = {"pool_pre_ping": False, "pool_timeout": 10}
-        options.update(self.dialect.engine_options)
-        arguments = dialects.connect_arguments(self.dialect, self._url)
-        given = self._engine_options.get("connect_args", {})
-        arguments.update(given)
-        options.update(self._engine_options)
-        options["connect_args"] = arguments
-        if self.dialect.writing_ctes:
-            options["isolation_level"] = "AUTOCOMMIT"
-        try:
-            engine = sa.create_engine(self._url, **options)
-        except (ModuleNotFoundError, NoSuchModuleError) as error:
-            problem = (
-                f"lease_store_url {self.masked_url} needs a driver that is not installed "
-                f"({error}): pip install 'celery-lease[postgres]' or 'celery-lease[mysql]'"
-            )
-            raise SettingError([problem]) from error
-        except (TypeError, ArgumentError) as error:
-            raise SettingError([f"lease_store_engine_options cannot be used: {error}"]) from error
-        self.dialect.prepare(engine, given)
-        return engine
+        return self._options.create(self._url, masked_url=self.masked_url)
 
     def apart(self) -> Store:
         """Return the same store with connections of its own.

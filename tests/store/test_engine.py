@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.pool import NullPool, QueuePool, SingletonThreadPool, StaticPool
 
 import celery_lease
 from celery_lease.exceptions import SchemaMismatch, SettingError, StoreUnavailable
 from celery_lease.records import Accepted, Claimed, Renewed
 from celery_lease.states import JobState, LossCause
-from celery_lease.store import queries, transitions
+from celery_lease.store import queries, reads, transitions
 from celery_lease.store.dialects import Later, clock
 from celery_lease.store.engine import TRIES, RowBusy, Store, _Again, _stores
 from tests.store.builders import (
@@ -28,6 +29,7 @@ from tests.store.builders import (
     claimed,
     errors_of,
     expired,
+    finished,
     holding,
     in_background,
     job_row,
@@ -49,6 +51,8 @@ from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sqlalchemy.pool import Pool
 
 ROOT = Path(celery_lease.__file__).parent.parent
 
@@ -168,6 +172,64 @@ def test_engine_options_of_the_user_are_used(kind: str, open_store: Callable[...
     store = open_store(kind, pool_size=3, max_overflow=0)
 
     assert store.engine.pool.size() == 3  # type: ignore[attr-defined]
+
+
+LEVELS = [
+    {"isolation_level": "SERIALIZABLE"},
+    {"execution_options": {"isolation_level": "SERIALIZABLE"}},
+    {"execution_options": {"isolation_level": "serializable", "logging_token": "ours"}},
+]
+
+
+@pytest.mark.parametrize("options", LEVELS)
+def test_an_isolation_level_is_that_of_transactions_and_no_record_is_lost_by_it(
+    kind: str, open_store: Callable[..., Store], store: Store, options: dict[str, Any]
+) -> None:
+    """As an execution option it took the single statements out of autocommit: all rolled back."""
+    mine = open_store(kind, **options)
+
+    lease = running(mine)
+
+    assert job_row(store)["state"] == JobState.RUNNING
+    assert transitions.renew(mine, [renewal(lease)]).renewed
+    finished(mine, lease)
+    assert job_row(store)["state"] == JobState.SUCCEEDED
+    assert reads.isolation(mine) == "SERIALIZABLE"
+    assert transitions.submit(mine, new_job("second"))
+    assert job_row(store, "second")["state"] == JobState.QUEUED
+
+
+@pytest.mark.parametrize("level", ["AUTOCOMMIT", "READ COMMITED", 7])
+@pytest.mark.parametrize("within", ["isolation_level", "execution_options"])
+def test_an_isolation_level_without_transactions_or_unknown_is_refused_with_the_remedy(
+    kind: str, open_store: Callable[..., Store], level: object, within: str
+) -> None:
+    given = {within: level if within == "isolation_level" else {"isolation_level": level}}
+    mine = open_store(kind, **given)
+
+    with pytest.raises(SettingError, match="isolation_level is") as caught:
+        mine.engine  # noqa: B018
+
+    assert "lease_store_engine_options" in str(caught.value)
+    assert "SERIALIZABLE" in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [NullPool, StaticPool, QueuePool, SingletonThreadPool])
+def test_a_pool_class_that_has_no_timeout_takes_the_place_of_ours(
+    kind: str, open_store: Callable[..., Store], store: Store, pool: type[Pool]
+) -> None:
+    mine = open_store(kind, poolclass=pool)
+
+    finished(mine, running(mine))
+
+    assert job_row(store)["state"] == JobState.SUCCEEDED
+
+
+def test_a_pool_that_others_would_share_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    pool = QueuePool(lambda: None)  # type: ignore[arg-type, return-value]
+
+    with pytest.raises(SettingError, match="poolclass"):
+        Store(url=f"sqlite:///{tmp_path}/x.db", engine_options={"pool": pool})
 
 
 # --- errors that pass ---------------------------------------------------------------------------
