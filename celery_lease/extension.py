@@ -346,11 +346,12 @@ def install(app: Any, **settings: Any) -> Extension:
     """
     app = app_behind(app)
     problems = unknown_settings([name for name in settings if name.startswith("lease_")])
-    problems += [
-        f"install() got {name}={value!r}: write lease_{name}"
-        for name, value in settings.items()
-        if not name.startswith("lease_")
-    ]
+    for name in settings:
+        if not name.startswith("lease_"):
+            is_ours = not unknown_settings([f"lease_{name}"])
+            remedy = f"write lease_{name}" if is_ours else f"set app.conf.{name}"
+            # Without its value, which may be a password.
+            problems.append(f"install() got {name}, which is no setting of celery-lease: {remedy}")
     if problems:
         raise SettingError(problems)
     if settings:

@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 
 from celery_lease.exceptions import SettingError
 from celery_lease.keys import template_problem
+from celery_lease.masking import MASK, mask_url, names_secret
 from celery_lease.states import OnExpiry
 
 _PREFIX = "lease_"
@@ -34,8 +35,6 @@ _LARGEST_WHOLE = 2**31 - 1
 _SHORTEST_RETENTION = _DAY
 _HEARTBEATS_A_LEASE = 3  # design §5: two may fail before the lease ends
 _LONGEST_SHOWN = 80  # characters of a refused value: one line of a terminal
-_MASK = "***"
-_SECRET = "pass|pwd|secret|token"  # noqa: S105 - what the name of a password contains
 
 
 class Ack(str, Enum):
@@ -330,21 +329,6 @@ def as_rows(settings: Settings | None = None) -> list[SettingRow]:
     ]
 
 
-def mask_url(url: str) -> str:
-    """Hide the password of a database URL, wherever it stands; in doubt hide more.
-
-    .. versionadded:: 0.1
-    """
-    if "://" not in url:
-        # Not a URL: a file name is harmless, a connection string in another form may not be.
-        return _MASK if re.search(r"[@=]", url) else url
-    # Up to the last @: a password with a raw @, / or ? makes a wrong URL, and is still a password.
-    masked = re.sub(r"(://[^:@]*):.*@", rf"\1:{_MASK}@", url, count=1, flags=re.DOTALL)
-    return re.sub(
-        rf"([?&;][^=&;]*(?:{_SECRET})[^=&;]*=)[^&]*", rf"\1{_MASK}", masked, flags=re.IGNORECASE
-    )
-
-
 # --- reading ------------------------------------------------------------------------------------
 
 
@@ -471,12 +455,10 @@ def _plain_scalar(name: str, value: object) -> object:
         return value.value
     if value is None or isinstance(value, bool):
         return value
-    if re.search(_SECRET, name, re.IGNORECASE):
-        return _MASK
+    if names_secret(name):
+        return MASK
     if isinstance(value, str):
-        is_suspect = (
-            name == "store_url" or "://" in value or re.search(_SECRET, value, re.IGNORECASE)
-        )
+        is_suspect = name == "store_url" or "://" in value or names_secret(value)
         return mask_url(value) if is_suspect else value
     # Others not by their repr: that of partial(connect, password=...) shows what it holds.
     return value if isinstance(value, int | float) else f"<{type(value).__name__}>"

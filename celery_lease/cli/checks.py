@@ -21,8 +21,8 @@ from celery_lease.cli.facts import (
 )
 from celery_lease.cli.findings import Finding, Severity
 from celery_lease.exceptions import SettingError
+from celery_lease.masking import mask_url
 from celery_lease.reaper import LATE_PASS_INTERVALS
-from celery_lease.settings import mask_url
 from celery_lease.store.migrations import HEAD, REVISIONS
 
 Found = Iterator[Finding]

@@ -20,9 +20,10 @@ from celery.backends.base import DisabledBackend
 
 from celery_lease.exceptions import SchemaMismatch, StoreUnavailable
 from celery_lease.extension import Extension, is_leased
+from celery_lease.masking import mask_url
 from celery_lease.owners import network_file_system
 from celery_lease.records import Backlog, PassRecord
-from celery_lease.settings import Ack, Settings, mask_url
+from celery_lease.settings import Ack, Settings
 from celery_lease.states import JobState
 from celery_lease.store import queries, reads
 from celery_lease.store.migrations import HEAD, current_revision

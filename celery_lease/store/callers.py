@@ -32,6 +32,7 @@ from sqlalchemy.orm import Session, scoped_session
 from celery_lease.exceptions import SettingError
 from celery_lease.store.dialects import Ask, Whereabouts, family_of
 from celery_lease.store.engine import Store
+from celery_lease.store.urls import shown
 
 logger = logging.getLogger(__name__)
 
@@ -186,8 +187,8 @@ class ConnectionCaller:
 
     @property
     def description(self) -> str:
-        """Its URL, without the password."""
-        return self._connection.engine.url.render_as_string(hide_password=True)
+        """Its URL, without its passwords."""
+        return shown(self._connection.engine.url)
 
     def fetch(self, statement: Any, parameters: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Run a statement and return its rows."""

@@ -20,12 +20,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy.engine import Connection, Engine, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from celery_lease.exceptions import SchemaMismatch, SettingError, StoreUnavailable
-from celery_lease.store import dialects
+from celery_lease.exceptions import SchemaMismatch, StoreUnavailable
+from celery_lease.store import dialects, urls
 from celery_lease.store.engine_options import EngineOptions
 from celery_lease.store.schema import DEFAULT_PREFIX, build_tables
 
@@ -73,25 +73,8 @@ class Store:
         table_prefix: str = DEFAULT_PREFIX,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
-        try:
-            parsed = dialects.with_driver(make_url(url))
-            self.dialect = dialects.dialect_for(parsed)
-        except ArgumentError as error:
-            raise SettingError(
-                ["lease_store_url is not a database URL: write e.g. postgresql://user@host/name"]
-            ) from error
-        except dialects.UnknownDatabase as error:
-            raise SettingError(
-                [f"lease_store_url: {error}; use one of these four databases"]
-            ) from error
-        if dialects.is_in_memory(parsed):
-            problem = (
-                "lease_store_url names an in-memory database, which no other process can "
-                "see: give SQLite a file, e.g. sqlite:////var/lib/app/lease.sqlite3"
-            )
-            raise SettingError([problem])
-        self._url = parsed
-        self.masked_url = parsed.render_as_string(hide_password=True)
+        self._url, self.dialect = urls.read(url)
+        self.masked_url = urls.shown(self._url)
         self.schema = schema
         self.table_prefix = table_prefix
         self.tables = build_tables(table_prefix, schema)

@@ -69,7 +69,8 @@ class EngineOptions:
         Raises:
             SettingError: the options cannot be used, or the driver is not installed.
         """
-        options: dict[str, Any] = {}
+        # What the database refuses would be said, and logged, with the arguments of a task.
+        options: dict[str, Any] = {"hide_parameters": True}
         if _has_timeout(self._given.get("poolclass", QueuePool)):
             options["pool_timeout"] = POOL_TIMEOUT_SECONDS
         options.update(self._dialect.engine_options)

@@ -17,7 +17,7 @@ from celery_lease.records import Existing
 from celery_lease.store import queries, transitions
 from celery_lease.store.callers import ConnectionCaller, place_of
 from celery_lease.store.engine import Store
-from tests.store.builders import job_row, new_job, rows
+from tests.store.builders import job_row, new_job, new_message, rows
 from tests.store.test_keys import UNTIL_FINAL, keyed, keyed_job, succeeded_keyed
 
 
@@ -183,6 +183,9 @@ def test_what_a_connection_was_told_for_its_own_statements_is_not_for_ours(
         ({"job_id": 5}, TypeError, "task_id is a str, not int"),
         ({"queue": "q" * 256}, ValueError, "queue has at most 255"),
         ({"queue": "a\x00b"}, ValueError, "queue .* no NUL"),
+        ({"message": replace(new_message(), exchange="e" * 256)}, ValueError, "exchange has at"),
+        ({"message": replace(new_message(), routing_key="r" * 256)}, ValueError, "routing_key has"),
+        ({"message": replace(new_message(), routing_key=7)}, TypeError, "routing_key is a str"),
         ({"priority": "high"}, TypeError, "priority is an int, not str"),
         ({"priority": 2.5}, TypeError, "priority is an int, not float"),
         ({"priority": 2**31}, ValueError, "priority .* 32 bits"),

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import sqlalchemy as sa
 
 from celery_lease.exceptions import StoreUnavailable
 from celery_lease.records import Absent, Accepted, Claimed, Failure, Held, Late
 from celery_lease.states import JobState, LateOutcome, LossCause
 from celery_lease.store import queries, transitions
+from celery_lease.store.transitions.submission import message_parameters
 from tests.store.builders import (
     NO_BACKOFF,
     attempt_row,
     job_row,
     new_delivery,
     new_job,
+    new_message,
     parting,
     renewal,
     rows,
@@ -195,3 +199,24 @@ def test_a_delivery_with_an_impossible_id_is_no_outage(store: Store, job_id: str
     assert answer == Absent() or isinstance(answer, Exception)
     assert not isinstance(answer, StoreUnavailable)
     assert job_row(store)["state"] == JobState.QUEUED
+
+
+def test_every_bounded_text_of_a_message_is_checked_before_it_is_written(store: Store) -> None:
+    bounded = {
+        column.name
+        for column in store.tables.message.columns
+        if isinstance(column.type, sa.String) and column.type.length
+    }
+
+    for name in sorted(bounded - {"job_id"}):
+        with pytest.raises(ValueError, match=f"{name} has at most 255"):
+            message_parameters("job", replace(new_message(), **{name: "x" * 256}))
+
+
+def test_what_a_database_refuses_is_said_without_the_arguments_of_the_task(store: Store) -> None:
+    with store.single() as connection, pytest.raises(sa.exc.DBAPIError) as caught:
+        connection.execute(
+            sa.insert(store.tables.message).values(job_id="x", version=1, body=b"hunter2")
+        )
+
+    assert "hunter2" not in str(caught.value)

@@ -20,7 +20,6 @@ from celery_lease.settings import (
     as_rows,
     for_task,
     load,
-    mask_url,
     unknown_options,
     unknown_settings,
 )
@@ -422,40 +421,6 @@ def test_names_under_a_namespace_are_compared_without_it() -> None:
 
 
 # --- secrets and rows ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("url", "masked"),
-    [
-        ("postgresql+psycopg://u:hunter2@host:5432/db", "postgresql+psycopg://u:***@host:5432/db"),
-        ("postgresql://:hunter2@host/db", "postgresql://:***@host/db"),
-        ("postgresql://u@host/db", "postgresql://u@host/db"),
-        ("postgresql://host:5432/db", "postgresql://host:5432/db"),
-        ("mysql://h/db?user=u&password=hunter2&x=1", "mysql://h/db?user=u&password=***&x=1"),
-        ("mysql://h/db?x=1;SSLPassword=hunter2", "mysql://h/db?x=1;SSLPassword=***"),
-        ("sqlite:///celery-lease.sqlite3", "sqlite:///celery-lease.sqlite3"),
-        ("sqlite:////srv/app@prod/x.db", "sqlite:////srv/app@prod/x.db"),
-        ("celery-lease.sqlite3", "celery-lease.sqlite3"),
-    ],
-)
-def test_a_masked_url_keeps_all_but_the_password(url: str, masked: str) -> None:
-    assert mask_url(url) == masked
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "postgresql://u:x@hunter2@host/db",
-        "postgresql://u:x/hunter2@host/db",
-        "postgresql://u:x?hunter2@host/db",
-        "postgresql://u:x\nhunter2@host/db",
-        "postgresql:/u:hunter2@host/db",
-        "u:hunter2@host/db",
-        "host=h user=u password='hunter2'",
-    ],
-)
-def test_a_password_in_a_wrong_url_is_masked_too(url: str) -> None:
-    assert SECRET not in mask_url(url)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def clean(text: str | None, length: int | None = None) -> str | None:
 
 
 def may_be_id(text: str) -> bool:
-    """Tell whether a job can have this id: no database takes NUL, lone surrogates, or 256."""
+    """Tell whether a job can have this id or name: none takes NUL, lone surrogates, or 256."""
     return clean(text, 255) == text
 
 

@@ -7,7 +7,7 @@ A job with an idempotency key holds it from this very statement on (``submit_key
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,7 +20,7 @@ from celery_lease.states import NEVER_SENT, JobState
 from celery_lease.store.dialects import Later, clock, insert_if_absent
 from celery_lease.store.engine import Store
 from celery_lease.store.schema import NAME
-from celery_lease.store.transitions.statements import built, clean, seconds
+from celery_lease.store.transitions.statements import built, clean, may_be_id, seconds
 
 #: What the column has room for.
 LARGEST_PRIORITY = 2**31 - 1
@@ -208,13 +208,7 @@ def _check(job: NewJob) -> None:
     texts: dict[str, object] = {"task_id": job.job_id, "task": job.task}
     if job.queue is not None:
         texts["queue"] = job.queue
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            message = f"{name} is a str, not {type(text).__name__}: {text!r}"
-            raise TypeError(message)
-        if len(text) > NAME or "\x00" in text:
-            message = f"{name} has at most {NAME} characters and no NUL: {text[:300]!r}"
-            raise ValueError(message)
+    _check_texts(texts)
     if job.priority is None:
         return
     try:
@@ -227,8 +221,34 @@ def _check(job: NewJob) -> None:
         raise ValueError(message)
 
 
+def _check_texts(texts: Mapping[str, object]) -> None:
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            message = f"{name} is a str, not {type(text).__name__}: {text!r}"
+            raise TypeError(message)
+        if not may_be_id(text):
+            message = (
+                f"{name} has at most {NAME} characters, no NUL and no lone surrogate: "
+                f"{text[:NAME]!r}"
+            )
+            raise ValueError(message)
+
+
 def message_parameters(job_id: str, message: Message) -> dict[str, Any]:
-    """Return the parameters of ``insert_message_statement``."""
+    """Return the parameters of ``insert_message_statement``.
+
+    Raises:
+        ValueError: a name that has no place in a table.
+        TypeError: it is no text.
+    """
+    _check_texts(
+        {
+            "content_type": message.content_type,
+            "content_encoding": message.content_encoding,
+            "exchange": message.exchange,
+            "routing_key": message.routing_key,
+        }
+    )
     return {
         "p_id": job_id,
         "p_version": message.version,
