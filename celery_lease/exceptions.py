@@ -103,14 +103,14 @@ class SchemaMismatch(StoreError):
 
 
 class PayloadTooLarge(LeaseError):
-    """Raised when a message or a result is larger than its setting allows.
+    """Raised when a message, a result or a checkpoint is larger than its setting allows.
 
     Args:
-        what: "message" or "result".
+        what: "message", "result" or "checkpoint".
         size: bytes it has.
         limit: bytes it may have.
         setting: the name of the setting that says so.
-        task: the task's name.
+        task: the task's name; of a checkpoint, the job's id.
     """
 
     def __init__(self, what: str, size: int, limit: int, setting: str, task: str) -> None:

@@ -1,11 +1,15 @@
 """The heartbeat: one daemon thread a process renews all its leases in one statement.
 
+(In several, where bodies report much at a time: ``store/transitions/renewal``.)
+
 The store is authoritative: a lease that a renewal does not return is asked for without a
 lock; ended → lost, live → unanswered, to be asked for again. What happens at each failure:
 
 * the store is away: the deadlines run on; past its own the lease is lost (``Lease.check``);
 * the answer names a lease that has left the set meanwhile: it is dropped, so that a loss can
   never hit the next job of the process (the set is read under the lock that ``remove`` takes);
+* it will not take what a body reports: the lease is renewed without that, and it is offered a
+  few times more, so that the other leases wait for nothing;
 * the thread is starved: the deadlines run on all the same, they need no thread;
 * a body makes no progress (``lease_stall_timeout``): its lease leaves the set for good, and
   ``on_stalled`` ends the attempt in a thread of its own, so that the others are renewed in time.
@@ -217,6 +221,14 @@ class Heartbeat:
         with self._lock:
             for key in answer.renewed & self._leases.keys():
                 self._leases[key].renewed(sent_at, renewals[key])
+        for key in answer.refused:
+            leases[key].refuse(renewals[key])
+            logger.warning(
+                "lease.report.refused job_id=%s fencing_token=%s worker=%s bytes=%d",
+                *key,
+                self._worker,
+                renewals[key].report_bytes,
+            )
         self._lose(
             {
                 key: "its row is gone" if state is None else f"the attempt is {state}"

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from celery_lease.backoff import local_deadline
-from celery_lease.exceptions import HandOver, LeaseLost
+from celery_lease.exceptions import HandOver, LeaseLost, PayloadTooLarge
 from celery_lease.interrupt import Interruption
 from celery_lease.records import Claimed, Held, Renewal
 from celery_lease.stall import StallWatch
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 #: After so many heartbeats without word of a renewal by the main process the child makes its own.
 SILENT_HEARTBEATS = 1.5
+#: A report that the store refuses so often is not written: a fault of the network passes sooner.
+REPORT_TRIES = 3
 
 
 class NullLease:
@@ -69,6 +71,7 @@ class Lease(NullLease):
         on_checkpoint: called after a checkpoint, so that it is written soon.
         stall_timeout_seconds: the longest time without progress, None for no limit.
         stop_flag: raised when the worker is asked to stop, None outside of a worker.
+        max_checkpoint_bytes: the largest checkpoint (``lease_max_result_bytes``).
         monotonic: the clock.
 
     .. versionadded:: 0.1
@@ -89,6 +92,7 @@ class Lease(NullLease):
         on_checkpoint: Callable[[], None],
         stop_flag: StopFlag | None = None,
         stall_timeout_seconds: float | None = None,
+        max_checkpoint_bytes: int | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.held: Held = claimed.lease
@@ -100,6 +104,7 @@ class Lease(NullLease):
         self.from_worker = from_worker
         self._renewed_by_worker_at = -math.inf
         self._on_checkpoint = on_checkpoint
+        self._max_checkpoint_bytes = max_checkpoint_bytes
         self._stop_flag = stop_flag
         self._is_stop_written = False
         self._is_acknowledged_written = False
@@ -216,12 +221,19 @@ class Lease(NullLease):
         """Save where a later attempt may go on; written within about a second.
 
         Args:
-            value: anything JSON can hold.
+            value: anything JSON can hold, as JSON at most ``lease_max_result_bytes`` bytes.
 
         Raises:
             TypeError: the value cannot be written as JSON.
+            PayloadTooLarge: it is over ``lease_max_result_bytes``; the one before stays.
         """
         text = json.dumps(value, separators=(",", ":"))
+        limit = self._max_checkpoint_bytes
+        # ASCII: as many bytes as characters.
+        if limit is not None and len(text) > limit:
+            raise PayloadTooLarge(
+                "checkpoint", len(text), limit, "lease_max_result_bytes", self.job_id
+            )
         self.stall_watch.move(self._monotonic())
         self._last_checkpoint_text = text
         self._checkpoint = _Report(text)
@@ -251,9 +263,20 @@ class Lease(NullLease):
     def newest_reports(self) -> tuple[str | None, str | None]:
         """Return the newest progress and checkpoint (JSON text), written already or not.
 
-        For the end of the attempt: a renewal that carries them may still fail.
+        For the end of the attempt: a renewal that carries them may still fail. Not what the store
+        has refused: the end would be refused with it.
         """
-        return _new(self._progress, None), _new(self._checkpoint, None)
+        return _unrefused(self._progress), _unrefused(self._checkpoint)
+
+    def refuse(self, renewal: Renewal) -> None:
+        """Take word that the store renewed the lease and not what the body had reported.
+
+        It is tried again by a few renewals more, since a connection may break at any time.
+        """
+        if renewal.progress is not None and self._taken_progress is not None:
+            self._taken_progress = self._taken_progress.refused_again()
+        if renewal.checkpoint is not None and self._taken_checkpoint is not None:
+            self._taken_checkpoint = self._taken_checkpoint.refused_again()
 
     def give_back(self, renewal: Renewal) -> None:
         """Have what a renewal did not write, or the body's newer report, taken again."""
@@ -328,10 +351,20 @@ class Lease(NullLease):
 class _Report:
     """One report of the body: told from an equal one by its identity."""
 
-    __slots__ = ("text",)
+    __slots__ = ("refusals", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self.refusals = 0
+
+    def refused_again(self) -> _Report | None:
+        """Count a refusal; returns what counts as taken: itself when it is given up."""
+        self.refusals += 1
+        return self if self.refusals >= REPORT_TRIES else None
+
+
+def _unrefused(report: _Report | None) -> str | None:
+    return None if report is None or report.refusals else report.text
 
 
 def _new(report: _Report | None, taken: _Report | None) -> str | None:

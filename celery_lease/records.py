@@ -322,6 +322,11 @@ class Renewal:
             or self.acknowledged
         )
 
+    @property
+    def report_bytes(self) -> int:
+        """How much the reports add to a statement, about."""
+        return len(self.progress or "") + len(self.checkpoint or "")
+
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
@@ -331,11 +336,13 @@ class Renewed:
         renewed: (job id, token) pairs whose expiry moved.
         lost: pairs whose attempt has ended, with the state it is in (None: the row is gone).
         unanswered: pairs that were locked just then; ask again.
+        refused: those of ``renewed`` whose reports the database would not take.
     """
 
     renewed: frozenset[tuple[str, int]]
     lost: Mapping[tuple[str, int], AttemptState | None]
     unanswered: frozenset[tuple[str, int]]
+    refused: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,7 @@ class Runtime:
             from_worker=task_settings.heartbeat_from is HeartbeatFrom.WORKER and self.link.is_apart,
             stop_flag=self._stop_flag,
             stall_timeout_seconds=task_settings.stall_timeout_seconds,
+            max_checkpoint_bytes=self.settings.max_result_bytes,
             monotonic=self._monotonic,
         )
         self.heartbeat.add(lease)
@@ -258,6 +259,8 @@ class Runtime:
         key = (lease.job_id, lease.fencing_token)
         if key in answer.renewed:
             lease.renewed(sent_at, renewal)
+            if key in answer.refused:
+                lease.refuse(renewal)
             return True
         lease.give_back(renewal)
         return key in answer.unanswered and not lease.lost

@@ -822,14 +822,15 @@ SETTINGS: tuple[Setting, ...] = (
         default=8 * _MEBIBYTE,
         kind=_BYTES,
         summary="The largest message recorded: more carries larger arguments and makes the store "
-        "grow.",
+        "grow; on MySQL and MariaDB keep it below half of the server's max_allowed_packet.",
     ),
     Setting(
         name="lease_max_result_bytes",
         default=8 * _MEBIBYTE,
         kind=_BYTES,
-        summary="The largest result recorded: more returns larger results and makes the store "
-        "grow.",
+        summary="The largest result recorded, and the largest checkpoint of a body: more takes "
+        "larger ones and makes the store grow; on MySQL and MariaDB keep it below half of the "
+        "server's max_allowed_packet.",
     ),
     Setting(
         name="lease_idempotency_key",

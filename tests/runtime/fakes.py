@@ -30,6 +30,7 @@ def make_lease(
     seconds: float = 30.0,
     stall_timeout_seconds: float | None = None,
     from_worker: bool = False,
+    max_checkpoint_bytes: int | None = None,
 ) -> Lease:
     """Return a lease that was claimed just now."""
     surrenders: list[Lease] = []
@@ -42,6 +43,7 @@ def make_lease(
         on_checkpoint=lambda: None,
         stall_timeout_seconds=stall_timeout_seconds,
         from_worker=from_worker,
+        max_checkpoint_bytes=max_checkpoint_bytes,
         monotonic=clock,
     )
     lease.surrenders = surrenders  # type: ignore[attr-defined]

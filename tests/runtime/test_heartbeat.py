@@ -13,7 +13,7 @@ import pytest
 from celery_lease.exceptions import LeaseLost, StoreUnavailable
 from celery_lease.heartbeat import SETTLE_BATCH, Heartbeat
 from celery_lease.interrupt import Interruption
-from celery_lease.lease import Lease
+from celery_lease.lease import REPORT_TRIES, Lease
 from celery_lease.records import Renewal, Renewed
 from celery_lease.states import AttemptState
 from tests.runtime.fakes import Clock, make_lease, renewed
@@ -244,6 +244,30 @@ def test_what_was_not_answered_is_no_loss_and_its_reports_are_kept(
     heartbeat.beat_once()
     assert store.asked[-1][0].checkpoint == '{"page":1}'
     assert lease.surely_ended_at == clock() + 30
+
+
+def test_a_report_that_the_store_refuses_is_offered_a_few_times_and_never_at_the_end(
+    heartbeat: Heartbeat, store: FakeStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = make_lease(clock)
+    heartbeat.add(lease)
+    lease.checkpoint("x")
+    key = ("job", 1)
+    store.answer = lambda renewals: Renewed(
+        frozenset([key]), {}, frozenset(), frozenset(key for r in renewals if r.has_news)
+    )
+
+    for _ in range(5):
+        clock.move(5)
+        heartbeat.beat_once()
+
+    assert [asked[0].checkpoint for asked in store.asked] == ['"x"'] * REPORT_TRIES + [None] * 2
+    assert not lease.lost
+    assert lease.newest_reports() == (None, None)
+    assert caplog.text.count("lease.report.refused job_id=job fencing_token=1") == REPORT_TRIES
+    lease.checkpoint("y")
+    heartbeat.beat_once()
+    assert store.asked[-1][0].checkpoint == '"y"'
 
 
 def test_a_lease_that_left_during_an_unanswered_beat_is_forgotten(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from celery_lease.exceptions import HandOver, LeaseLost
+from celery_lease.exceptions import HandOver, LeaseLost, PayloadTooLarge
 from celery_lease.interrupt import here
 from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
 from tests.runtime.fakes import Clock, make_lease
@@ -209,6 +209,19 @@ def test_release_is_a_hand_over(clock: Clock) -> None:
 def test_no_base_exception_of_ours_is_caught_by_except_exception() -> None:
     assert not issubclass(LeaseLost, Exception)
     assert not issubclass(HandOver, Exception)
+
+
+def test_a_checkpoint_over_the_limit_is_refused_at_once_and_the_one_before_stays(
+    clock: Clock,
+) -> None:
+    lease = make_lease(clock, max_checkpoint_bytes=10)
+    lease.checkpoint("x" * 8)
+
+    with pytest.raises(PayloadTooLarge, match="11 bytes, lease_max_result_bytes"):
+        lease.checkpoint("x" * 9)
+
+    assert lease.last_checkpoint == "x" * 8
+    assert lease.renewal().checkpoint == f'"{"x" * 8}"'
 
 
 def test_the_null_lease_does_nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from celery_lease.exceptions import LeaseLost, StoreUnavailable
+from celery_lease.exceptions import LeaseLost, PayloadTooLarge, StoreUnavailable
 from celery_lease.records import Accepted, Claimed, Held, Late, Refused, Renewed, Stale
 from celery_lease.runtime import PerProcess, Runtime, owner_name
 from celery_lease.settings import for_task, load
@@ -149,6 +149,14 @@ def test_a_claim_gives_up_after_its_timeout(runtime: Runtime, clock: Clock, scri
 
     assert 30 <= clock() - began < 33
     assert runtime.heartbeat._leases == {}
+
+
+def test_a_checkpoint_has_the_bound_of_a_result(runtime: Runtime, script: Any) -> None:
+    script("claim", WON)
+    _, lease = claim(runtime)
+
+    with pytest.raises(PayloadTooLarge, match="lease_max_result_bytes"):
+        lease.checkpoint("x" * runtime.settings.max_result_bytes)
 
 
 # --- the end ------------------------------------------------------------------------------------

@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import sqlalchemy as sa
 
+from celery_lease.exceptions import StoreUnavailable
 from celery_lease.records import Accepted, Held, Renewed, Stale
 from celery_lease.states import AttemptState, JobState, LossCause
 from celery_lease.store import transitions
 from celery_lease.store.dialects import clock
+from celery_lease.store.transitions.renewal import REPORT_BYTES
 from tests.store.builders import (
     JSON,
     NO_BACKOFF,
@@ -41,6 +45,8 @@ from tests.store.builders import (
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from celery_lease.store.engine import Store
     from tests.store.conftest import LoseReplies
 
@@ -405,3 +411,81 @@ def test_a_renewal_of_a_frozen_holder_does_not_touch_its_successor(store: Store)
     assert attempt_row(store, successor) == before
     done = transitions.complete(store, frozen, parting(), result=b"old", result_type=JSON)
     assert done == Stale(AttemptState.EXPIRED)
+
+
+# --- large reports ------------------------------------------------------------------------------
+
+
+def test_many_large_reports_are_written_by_several_statements_and_small_ones_by_one(
+    store: Store,
+) -> None:
+    leases = [running(store, f"job{number}") for number in range(6)]
+    large = '"' + "x" * (REPORT_BYTES // 2 + 1) + '"'
+    news = [renewal(lease, checkpoint=large) for lease in leases[:4]]
+    small = [renewal(leases[4], progress="1"), renewal(leases[5])]
+
+    with statements_of(store) as seen:
+        answer = transitions.renew(store, news + small)
+
+    assert len(answer.renewed) == 6
+    assert [attempt_row(store, lease)["checkpoint"] for lease in leases[:4]] == [large] * 4
+    assert attempt_row(store, leases[4])["progress"] == "1"
+    updates = [str(values) for statement, values in seen if statement.startswith("UPDATE")]
+    assert len(updates) == 4
+    assert max(map(len, updates)) < 2 * REPORT_BYTES
+    # Those that say little first: they are the most, and owe nothing to the others.
+    assert all(f"'{leases[number].job_id}'" in updates[0] for number in (4, 5))
+
+
+def test_a_report_that_the_database_refuses_keeps_no_lease_from_being_renewed(
+    store: Store,
+) -> None:
+    bad, good, silent = (running(store, name) for name in ("bad", "good", "silent"))
+    news = [renewal(bad, checkpoint='"refused"'), renewal(good, checkpoint='"fine"')]
+
+    with refusing(store, "refused"):
+        answer = transitions.renew(store, [*news, renewal(silent)])
+
+    pairs = {(lease.job_id, lease.fencing_token) for lease in (bad, good, silent)}
+    assert answer.renewed == pairs
+    assert answer.refused == {("bad", 1)}
+    assert attempt_row(store, good)["checkpoint"] == '"fine"'
+    assert attempt_row(store, bad)["checkpoint"] is None
+
+
+def test_a_statement_over_the_largest_packet_of_the_server_keeps_no_lease_from_being_renewed(
+    kept_store: Callable[[str, str], Store], kept_mariadb: str
+) -> None:
+    """Its connection is cut without a word on why, as in an outage."""
+    store = kept_store(kept_mariadb, "one")
+    big, small = running(store, "packet-big"), running(store, "packet-small")
+
+    news = [renewal(big, checkpoint=f'"{"x" * 17_000_000}"'), renewal(small, checkpoint="1")]
+    answer = transitions.renew(store, news)
+
+    assert answer.renewed == {("packet-big", 1), ("packet-small", 1)}
+    assert answer.refused == {("packet-big", 1)}
+    assert attempt_row(store, small)["checkpoint"] == "1"
+
+
+def test_an_outage_is_no_refusal(store: Store, lose_requests: LoseReplies) -> None:
+    lease = running(store)
+
+    with lose_requests(store, 4), pytest.raises(StoreUnavailable):
+        transitions.renew(store, [renewal(lease, checkpoint="1")])
+
+
+@contextmanager
+def refusing(store: Store, text: str) -> Iterator[None]:
+    """Have the database refuse, for good, whatever has a text in it."""
+
+    def refuse(connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        del connection, cursor
+        if text in str(parameters):
+            raise sa.exc.DataError(statement, None, ValueError("refused"))
+
+    sa.event.listen(store.base_engine, "before_cursor_execute", refuse)
+    try:
+        yield
+    finally:
+        sa.event.remove(store.base_engine, "before_cursor_execute", refuse)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import case, select, tuple_
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.elements import ColumnElement
 
+from celery_lease.exceptions import StoreUnavailable
 from celery_lease.records import Held, Renewal, Renewed
 from celery_lease.states import LIVE_STATES, AttemptState
 from celery_lease.store.dialects import Later, by_primary_key, clock, unindexed
 from celery_lease.store.engine import Store
 from celery_lease.store.transitions.statements import clean
 
+#: Reports in one statement, in bytes: with each escaped, as the drivers of MySQL do, still less
+#: than the smallest ``max_allowed_packet`` that a server has by default (16 MiB, MariaDB).
+REPORT_BYTES = 2 * 1024 * 1024
+
 
 def renew(store: Store, renewals: Sequence[Renewal]) -> Renewed:
     """Move the expiry of all leases of a process, in one statement on the attempt rows alone.
+
+    Reports of more than ``REPORT_BYTES`` take a statement more each time, after that of the leases
+    which say little. A report that the database refuses keeps no lease from being renewed.
 
     A renewal that arrives after the expiry but before anything was done about it succeeds
     (seed S4, B098). Rows locked by another transaction are skipped: unanswered, not lost.
@@ -36,9 +46,11 @@ def renew(store: Store, renewals: Sequence[Renewal]) -> Renewed:
     """
     if not renewals:
         return Renewed(frozenset(), {}, frozenset())
-    asked = {(r.lease.job_id, r.lease.fencing_token): r for r in renewals}
-    renewed = store.retrying(lambda: _renew_rows(store, renewals), tries=2)
-    missing = asked.keys() - renewed
+    renewed: set[tuple[str, int]] = set()
+    refused: set[tuple[str, int]] = set()
+    for batch in _batches(renewals):
+        _renew_batch(store, batch, renewed, refused)
+    missing = {_pair(r) for r in renewals} - renewed
     lost: dict[tuple[str, int], AttemptState | None] = {}
     unanswered: set[tuple[str, int]] = set()
     if missing:
@@ -49,7 +61,50 @@ def renew(store: Store, renewals: Sequence[Renewal]) -> Renewed:
                 unanswered.add(pair)
             else:
                 lost[pair] = state
-    return Renewed(frozenset(renewed), lost, frozenset(unanswered))
+    return Renewed(frozenset(renewed), lost, frozenset(unanswered), frozenset(refused))
+
+
+def _pair(renewal: Renewal) -> tuple[str, int]:
+    return renewal.lease.job_id, renewal.lease.fencing_token
+
+
+def _batches(renewals: Sequence[Renewal]) -> Iterator[list[Renewal]]:
+    """Give renewals by statements that the database takes, the smallest first."""
+    batch: list[Renewal] = []
+    size = 0
+    for renewal in sorted(renewals, key=lambda r: r.report_bytes):
+        if batch and size + renewal.report_bytes > REPORT_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(renewal)
+        size += renewal.report_bytes
+    yield batch
+
+
+def _renew_batch(
+    store: Store,
+    batch: Sequence[Renewal],
+    renewed: set[tuple[str, int]],
+    refused: set[tuple[str, int]],
+) -> None:
+    """Renew by one statement; if that fails, without the reports, and then each with its own.
+
+    A packet that is too large looks like an outage: MariaDB cuts the connection. In an outage the
+    second statement fails, too.
+    """
+    try:
+        renewed |= store.retrying(lambda: _renew_rows(store, batch), tries=2)
+    except (StoreUnavailable, DBAPIError):
+        reporting = [r for r in batch if r.report_bytes]
+        if not reporting:
+            raise
+        bare = [replace(r, progress=None, checkpoint=None) for r in batch]
+        renewed |= store.retrying(lambda: _renew_rows(store, bare), tries=2)
+        if len(reporting) == 1:
+            refused.update(renewed & {_pair(r) for r in reporting})
+            return
+        for one in reporting:
+            _renew_batch(store, [one], renewed, refused)
 
 
 def _renew_rows(store: Store, renewals: Sequence[Renewal]) -> set[tuple[str, int]]:
