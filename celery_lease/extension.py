@@ -318,10 +318,15 @@ def is_leased(task: Any) -> bool:
 
 
 def task_options(cls: type) -> dict[str, object]:
-    """Return the ``lease_…`` options that a task class and its bases set."""
+    """Return the ``lease_…`` options that a task class and its bases set.
+
+    Not the ``None`` of each that ``LeasedTask`` itself has: there it says that none is set, and in
+    another class it is a value.
+    """
     return {
         name: value
         for base in reversed(cls.__mro__)
+        if "_lease_protocol" not in vars(base)
         for name, value in vars(base).items()
         if name.startswith("lease_")
     }

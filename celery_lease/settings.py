@@ -232,8 +232,8 @@ def for_task(settings: Settings, attributes: Mapping[str, object], *, task: str)
 
     Args:
         settings: the app's.
-        attributes: attribute name to value; names without ``lease_`` are left alone, and None
-            means the app's setting, as with Celery's own task attributes.
+        attributes: attribute name to value, of those that the task sets; names without ``lease_``
+            are left alone. None is a value, as in ``app.conf``: it is not the app's setting.
         task: the task's name, for the message.
 
     Raises:
@@ -243,10 +243,13 @@ def for_task(settings: Settings, attributes: Mapping[str, object], *, task: str)
     """
 
     def get(name: str, _default: object) -> object:
-        value = attributes.get(name)
-        return getattr(settings, _BY_NAME[name].field) if value is None else value
+        return attributes.get(name, getattr(settings, _BY_NAME[name].field))
 
     values, problems = _read([s for s in SETTINGS if s.is_task_option], get)
+    problems = [
+        f"{problem}; leave it out for the app's own" if " is None: " in problem else problem
+        for problem in problems
+    ]
     together = values | {"lease_keep_succeeded": settings.keep_succeeded}
     problems = unknown_options(attributes) + problems
     problems += [*_heartbeat_conflict(values), *_key_conflict(together)]

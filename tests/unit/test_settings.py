@@ -345,10 +345,38 @@ def test_the_attributes_of_a_task_win_over_the_app() -> None:
     assert (task.max_attempts, task.on_expiry, task.interrupt) == (1, OnExpiry.FAIL, False)
 
 
-def test_none_on_a_task_means_the_apps_setting() -> None:
-    task = for_task(loaded(lease_max_attempts=5), {"lease_max_attempts": None}, task="proj.rebuild")
+def test_none_on_a_task_means_none_where_the_setting_allows_it() -> None:
+    settings = loaded(lease_stall_timeout=60, lease_defer_after=5, lease_heartbeat_interval=4)
+    nothing = dict.fromkeys(
+        (
+            "lease_stall_timeout",
+            "lease_defer_after",
+            "lease_idempotency_retention",
+            "lease_heartbeat_interval",
+        )
+    )
 
-    assert task.max_attempts == 5
+    task = for_task(settings, nothing, task="proj.rebuild")
+
+    assert task.stall_timeout_seconds is None
+    assert task.defer_after_seconds is None
+    assert task.idempotency_retention_seconds is None
+    assert task.heartbeat_seconds == 10.0
+
+
+def test_none_on_a_task_is_refused_where_the_setting_is_never_none() -> None:
+    optional = {
+        "lease_stall_timeout",
+        "lease_defer_after",
+        "lease_idempotency_retention",
+        "lease_heartbeat_interval",
+    }
+    names = {s.name for s in SETTINGS if s.is_task_option} - optional
+
+    for name in names:
+        (problem,) = task_problems_of(loaded(), **{name: None})
+        assert problem.startswith(f"task proj.rebuild: {name} is None: it must be ")
+        assert problem.endswith("leave it out for the app's own")
 
 
 def test_attributes_that_are_not_of_a_lease_are_left_alone() -> None:

@@ -151,6 +151,32 @@ def test_a_call_option_beats_a_task_option_beats_a_setting(app: Celery) -> None:
     assert (settings.duration_seconds, settings.max_attempts) == (10, 5)
 
 
+def test_none_as_an_option_of_a_task_is_not_the_same_as_no_option(app: Celery) -> None:
+    app.conf.update(lease_stall_timeout=60, lease_max_attempts=5)
+
+    class Patient(LeasedTask):
+        lease_stall_timeout = None
+
+    tasks = {
+        "none": {"base": LeasedTask, "lease_defer_after": None, "lease_stall_timeout": None},
+        "left": {"base": LeasedTask},
+        "base": {"base": Patient},
+        "again": {"base": Patient, "lease_stall_timeout": 7},
+    }
+    for name, options in tasks.items():
+        app.task(nothing, name=name, shared=False, **options)
+
+    found = {name: extension_of(app).settings_for(app.tasks[name]) for name in tasks}
+    assert {name: one.stall_timeout_seconds for name, one in found.items()} == {
+        "none": None,
+        "left": 60,
+        "base": None,
+        "again": 7,
+    }
+    assert (found["none"].defer_after_seconds, found["left"].defer_after_seconds) == (None, 60)
+    assert found["none"].max_attempts == 5
+
+
 def test_an_in_memory_database_is_refused(app: Celery) -> None:
     app.conf.lease_store_url = "sqlite://"
     install(app)
