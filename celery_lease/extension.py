@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from celery import signals
@@ -39,6 +39,7 @@ from celery_lease.recording import RecordingProducer
 from celery_lease.revocation import store_first
 from celery_lease.runtime import PerProcess, Runtime
 from celery_lease.settings import (
+    SETTINGS,
     Settings,
     TaskSettings,
     for_task,
@@ -94,18 +95,57 @@ class Extension:
             SettingError: names each setting that cannot work, and what to do.
         """
         if self._settings is None:
-            conf = self.app.conf
-            namespace = getattr(self.app, "namespace", None)
-            ours = ("lease_", f"{namespace}_lease_".lower())
-            problems = unknown_settings(
-                [str(key) for key in conf if str(key).lower().startswith(ours)],
-                namespace=namespace,
-            )
-            if problems:
-                raise SettingError(problems)
-            transport = conf.get("broker_transport_options") or {}
-            self._settings = load(conf.get, visibility_timeout=transport.get("visibility_timeout"))
+            self._settings = self._read_settings({})
         return self._settings
+
+    def _read_settings(self, changes: Mapping[str, object]) -> Settings:
+        conf = self.app.conf
+        namespace = getattr(self.app, "namespace", None)
+        ours = ("lease_", f"{namespace}_lease_".lower())
+        problems = unknown_settings(
+            [str(key) for key in conf if str(key).lower().startswith(ours)],
+            namespace=namespace,
+        )
+        if problems:
+            raise SettingError(problems)
+        transport = conf.get("broker_transport_options") or {}
+        return load(
+            lambda name, default: changes[name] if name in changes else conf.get(name, default),
+            visibility_timeout=transport.get("visibility_timeout"),
+        )
+
+    def change_settings(self, changes: Mapping[str, object]) -> None:
+        """Put settings into ``app.conf``, which may have been read already.
+
+        Raises:
+            SettingError: what is in use was made by other settings; or they cannot work.
+        """
+        with self._lock:
+            read, changed = self._settings, []
+            if read is not None:
+                wanted = self._read_settings(changes)
+                changed = [
+                    setting.name
+                    for setting in SETTINGS
+                    if getattr(wanted, setting.field) != getattr(read, setting.field)
+                ]
+                if changed and self._is_in_use:
+                    problem = (
+                        f"install() comes too late to change {', '.join(changed)}: call it, or set "
+                        "app.conf, before the first job is sent and before the worker starts"
+                    )
+                    raise SettingError([problem])
+            self.app.conf.update(changes)
+            if changed:
+                self._settings = None
+                self._task_settings.clear()
+        if changed and self.app.finalized:
+            self.on_finalized()
+
+    @property
+    def _is_in_use(self) -> bool:
+        made = (self._store, self._owner_folder, self._connections, self._runtimes.existing())
+        return any(one is not None for one in made)
 
     @property
     def store(self) -> Store:
@@ -342,10 +382,11 @@ def install(app: Any, **settings: Any) -> Extension:
     Args:
         app: the Celery app.
         **settings: settings to put into ``app.conf``, by their full names
-            (``lease_store_url=…``).
+            (``lease_store_url=…``). They take effect until the first of them is used: until a
+            job is sent, the store is asked or a worker starts.
 
     Raises:
-        SettingError: a name is not a setting of celery-lease.
+        SettingError: a name is not a setting of celery-lease, or it comes too late to change one.
 
     .. versionadded:: 0.1
     """
@@ -359,11 +400,13 @@ def install(app: Any, **settings: Any) -> Extension:
             problems.append(f"install() got {name}, which is no setting of celery-lease: {remedy}")
     if problems:
         raise SettingError(problems)
-    if settings:
-        app.conf.update(settings)
     with _installing:
         extension = _extensions.get(app)
+        if extension is not None and settings:
+            extension.change_settings(settings)
         if extension is None:
+            if settings:
+                app.conf.update(settings)
             extension = _extensions[app] = Extension(app)
             _wire(app, extension)
     return extension

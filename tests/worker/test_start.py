@@ -140,6 +140,36 @@ def test_install_takes_settings_by_their_full_names(app: Celery) -> None:
         install(app, duration=9)
 
 
+def test_an_install_after_the_settings_were_read_takes_effect_while_nothing_has_used_them(
+    app: Celery, sqlite_url: str
+) -> None:
+    task = app.task(nothing, name="settings.nothing", base=LeasedTask, shared=False)
+    assert app.tasks["settings.nothing"].name == task.name  # the app is finalized
+    extension = extension_of(app)
+    assert extension.settings_for(task).duration_seconds == 30
+
+    install(app, lease_store_url=sqlite_url, lease_duration=9, lease_reaper_interval=11)
+
+    assert extension.settings.store_url == sqlite_url
+    assert extension.settings_for(task).duration_seconds == 9
+    assert app.conf.beat_schedule["celery_lease.reap"]["schedule"] == 11
+    extension.raw_store.close()
+
+
+def test_an_install_that_comes_too_late_is_refused_and_changes_nothing(
+    app: Celery, sqlite_url: str
+) -> None:
+    extension = install(app, lease_store_url=sqlite_url, lease_duration=9)
+    extension.raw_store.close()
+
+    install(app)
+    install(app, lease_duration=9)
+    with pytest.raises(SettingError, match=r"lease_duration.*before"):
+        install(app, lease_duration=12)
+
+    assert (app.conf.lease_duration, extension.settings.duration) == (9, 9)
+
+
 def test_a_call_option_beats_a_task_option_beats_a_setting(app: Celery) -> None:
     app.conf.update(lease_duration=40, lease_max_attempts=5)
     task = app.task(
