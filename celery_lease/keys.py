@@ -68,13 +68,36 @@ def bound_arguments(
 ) -> dict[str, Any]:
     """Return a call's arguments by their names: ``f(1)`` and ``f(x=1)`` are the same call.
 
-    An argument left to its default is not among them. What does not fit the signature is kept
-    under ``args`` and ``kwargs``: Celery, or the body, says that it does not.
+    An argument left to its default is not among them; a template finds it. What does not fit the
+    signature is kept under ``args`` and ``kwargs``: Celery, or the body, says that it does not.
     """
     try:
-        return dict(inspect.signature(run).bind(*args, **kwargs).arguments)
+        signature = inspect.signature(run)
+        return _Arguments(signature.bind(*args, **kwargs).arguments, signature)
     except (TypeError, ValueError):
-        return {"args": list(args), "kwargs": dict(kwargs)}
+        return _Arguments({"args": list(args), "kwargs": dict(kwargs)})
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments by name; what is not among them is looked up for a template."""
+
+    def __init__(
+        self, named: Mapping[str, Any], signature: inspect.Signature | None = None
+    ) -> None:
+        super().__init__(named)
+        self._signature = signature
+
+    def __missing__(self, name: str) -> Any:
+        for parameter in self._signature.parameters.values() if self._signature else ():
+            if parameter.kind is parameter.VAR_KEYWORD and name in self.get(parameter.name, ()):
+                return self[parameter.name][name]
+            if parameter.name == name and parameter.default is not parameter.empty:
+                return parameter.default
+        raise _NoArgument(name)
+
+
+class _NoArgument(LookupError):
+    """Raised when a call has no argument of a name, nor a default for it."""
 
 
 def derived_key(arguments: Mapping[str, Any], digest: str, *, rule: bool | str) -> str | None:
@@ -91,6 +114,12 @@ def derived_key(arguments: Mapping[str, Any], digest: str, *, rule: bool | str) 
     if isinstance(rule, str):
         try:
             return checked_key(rule.format_map(arguments))
+        except _NoArgument as error:
+            reason = (
+                f"the call has no argument {error.args[0]!r}, which has no default: give it, "
+                "or take it out of lease_idempotency_key"
+            )
+            raise Underivable(rule, reason) from error
         except (LookupError, AttributeError, ValueError, TypeError) as error:
             raise Underivable(rule, f"{type(error).__name__}: {error}") from error
     return digest if rule else None

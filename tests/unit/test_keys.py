@@ -127,6 +127,43 @@ def test_a_template_that_cannot_be_filled_says_so(template: str) -> None:
         keys.derived_key({"order_id": 7}, "sha256:", rule=template)
 
 
+def report(report_id: int, region: str = "eu", *, size: str = "a4", **more: Any) -> None:
+    del report_id, region, size, more
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "key"),
+    [
+        ((1,), {}, "1-eu-a4"),
+        ((1, "us"), {"size": "a5"}, "1-us-a5"),
+        ((), {"report_id": 1, "region": "eu"}, "1-eu-a4"),
+    ],
+)
+def test_a_template_finds_the_default_of_an_argument_that_a_call_leaves_out(
+    args: tuple[Any, ...], kwargs: dict[str, Any], key: str
+) -> None:
+    arguments = keys.bound_arguments(report, args, kwargs)
+
+    assert keys.derived_key(arguments, "", rule="{report_id}-{region}-{size}") == key
+    assert "size" not in keys.bound_arguments(report, (1,), {})
+
+
+def test_a_template_finds_what_a_call_gives_beside_the_named_arguments() -> None:
+    arguments = keys.bound_arguments(report, (1,), {"page": 3})
+
+    assert keys.derived_key(arguments, "", rule="{report_id}-{page}") == "1-3"
+
+
+@pytest.mark.parametrize(("args", "rule"), [((1,), "{page}"), ((), "{report_id}")])
+def test_an_argument_that_a_call_does_not_have_is_named_with_the_remedy(
+    args: tuple[Any, ...], rule: str
+) -> None:
+    arguments = keys.bound_arguments(report, args, {})
+
+    with pytest.raises(keys.Underivable, match=f"no argument '{rule[1:-1]}'.*give it"):
+        keys.derived_key(arguments, "", rule=rule)
+
+
 @pytest.mark.parametrize("template", ["{", "}", "{}", "{0}", "{1.a}", ""])
 def test_a_template_names_its_fields(template: str) -> None:
     assert keys.template_problem(template)
