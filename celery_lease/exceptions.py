@@ -226,6 +226,13 @@ class JobRunnerLost(JobEnded):
     """Raised when the job's runner vanished and ``lease_on_expiry`` is ``fail``."""
 
 
+class JobUnfit(JobEnded):
+    """Raised when a message of another program has what a job cannot: its body does not run.
+
+    .. versionadded:: 0.1
+    """
+
+
 class DeadlineExceeded(JobEnded):
     """Raised when the job was not done by its deadline."""
 

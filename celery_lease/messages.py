@@ -33,6 +33,8 @@ RECORDED_HEADER = "lease_recorded"
 DISPATCH_HEADER = "lease_dispatch"
 #: Also set by callers in other languages.
 KEY_HEADER = "lease_idempotency_key"
+#: Why the job of another program's message cannot run: said in each attempt in its body's place.
+UNFIT_HEADER = "lease_unfit"
 REPLAY_MARK = "replay"
 #: Where a task's request keeps which outcome is settled when Celery has told it.
 SETTLES_MARK = "_lease_settles"
@@ -204,8 +206,18 @@ def key_of(
     headers: Mapping[str, Any],
     args: Any,
     kwargs: Any,
+    *,
+    serializer: str | None = None,
 ) -> IdempotencyKey | None:
     """Return the idempotency key of a call: what its header says, else what its task makes of it.
+
+    Args:
+        task: the task.
+        task_settings: its settings.
+        headers: of the message.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        serializer: of the arguments, where it is not the task's.
 
     Raises:
         SettingError: the task's template cannot be filled from the call's arguments.
@@ -216,7 +228,7 @@ def key_of(
     if given is None and rule is False:
         return None
     arguments = bound_arguments(task.run, args, kwargs)
-    digest = digest_of(canonical(arguments, task.serializer))
+    digest = digest_of(canonical(arguments, serializer or task.serializer))
     try:
         text = derived_key(arguments, digest, rule=rule) if given is None else checked_key(given)
     except Underivable as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback as tracebacks
 
-from celery_lease.exceptions import PayloadTooLarge, ResultNotSerialisable
+from celery_lease.exceptions import JobUnfit, PayloadTooLarge, ResultNotSerialisable
 from celery_lease.records import Failure
 
 #: Texts longer than this are cut: the beginning of a message, the end of a traceback.
@@ -39,7 +39,9 @@ def type_name(error: BaseException) -> str:
 
 
 def _class_of(error: BaseException) -> tuple[str, bool]:
-    if isinstance(error, PayloadTooLarge | ResultNotSerialisable) or _is_validation(error):
+    if isinstance(error, JobUnfit | PayloadTooLarge | ResultNotSerialisable) or _is_validation(
+        error
+    ):
         # The same arguments give the same error: a retry cannot help (seed S1).
         return "invalid", False
     if isinstance(error, MemoryError):

@@ -54,6 +54,11 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
     _is_acknowledged_at_claim = False
     _is_reported = False
 
+    def __init__(self, message: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(message, *args, **kwargs)
+        # Celery tells the child nothing of it, which may have to record the message (``adoption``).
+        self._delivery_info["content_type"] = message.content_type
+
     @property
     def _extension(self) -> Extension:
         return extension_of(self._app)

@@ -34,7 +34,7 @@ from kombu import serialization
 from kombu.utils.encoding import safe_repr
 
 from celery_lease import bookkeeping, events, interrupt
-from celery_lease.adoption import adopted_job
+from celery_lease.adoption import adopted_job, check_id, unfit_jobs
 from celery_lease.backoff import UNCOUNTED_ENDS
 from celery_lease.bulk import BATCH, batched
 from celery_lease.calls import JobExists, Resend, may_exist, resending
@@ -44,6 +44,7 @@ from celery_lease.exceptions import (
     BodyAborted,
     HandOver,
     IdempotencyConflict,
+    JobUnfit,
     LeaseLost,
     PayloadTooLarge,
     ResultNotSerialisable,
@@ -61,6 +62,7 @@ from celery_lease.messages import (
     KEY_HEADER,
     RECORDED_HEADER,
     SETTLES_MARK,
+    UNFIT_HEADER,
     VERSION_HEADER,
     dispatch_count_of,
     is_replay,
@@ -74,6 +76,7 @@ from celery_lease.records import (
     Failure,
     FinishAnswer,
     Late,
+    NewJob,
     Outcome,
     Refused,
     Replay,
@@ -485,6 +488,8 @@ class _Delivery:
         self._extension: Extension = extension_of(task.app)
         self._settings: TaskSettings = self._extension.settings_for(task)
         self._runtime: Runtime = self._extension.runtime
+        #: Why the body cannot run: its message, of another program, has what a job cannot.
+        self._unfit: str | None = request.get(UNFIT_HEADER)
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Claim, run the body, end the attempt, and give Celery what it is to publish."""
@@ -501,6 +506,8 @@ class _Delivery:
 
             def limited_body() -> Any:
                 let_through()
+                if self._unfit is not None:
+                    raise JobUnfit(f"job {lease.job_id} ({self._task.name}): {self._unfit}")
                 return body()
 
             return _Attempt(self, lease).run(limited_body)
@@ -515,7 +522,7 @@ class _Delivery:
     def _claimed(self) -> tuple[ClaimAnswer, Lease | None]:
         try:
             return self._claim()
-        except Reject:
+        except (Reject, JobUnfit):
             raise
         except Exception as error:
             # A mistake of ours, or a store that refuses us, is no failure of the job.
@@ -525,9 +532,11 @@ class _Delivery:
 
     def _claim(self) -> tuple[ClaimAnswer, Lease | None]:
         request = self._request
+        # There is no job of such an id, and can be none: it is a failure as without a lease.
+        check_id(request.id)
         version = request.get(VERSION_HEADER)
         try:
-            answer, lease = self._ask(version or 1)
+            answer, lease = self._ask(version if isinstance(version, int) else 1)
             if isinstance(answer, Absent) and not request.get(RECORDED_HEADER):
                 self._adopt()
                 answer, lease = self._ask(1)
@@ -553,7 +562,42 @@ class _Delivery:
 
     def _adopt(self) -> None:
         """Record a job whose publisher did not (another language, ``send_task`` elsewhere)."""
-        job = adopted_job(self._task.app, self._task, self._request, task_settings=self._settings)
+        task, request = self._task, self._request
+        try:
+            self._record(
+                adopted_job(
+                    task.app,
+                    task,
+                    request,
+                    task_settings=self._settings,
+                    limit=self._extension.settings.max_message_bytes,
+                )
+            )
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever it is: it comes from anywhere
+            logger.warning("lease.message.unfit job_id=%s reason=%r", request.id, str(error))
+            self._adopt_unfit(error)
+
+    def _adopt_unfit(self, error: Exception) -> None:
+        """Record a job that fails by what is wrong with its message: given back it would return.
+
+        What the store does not record then either is no fault of this message's.
+        """
+        refused = error
+        for make in unfit_jobs(self._task.app, self._task, self._request, error):
+            try:
+                self._record(make())
+            except StoreError:
+                raise
+            except Exception as again:  # noqa: BLE001  there may be less to record
+                refused = again
+            else:
+                self._unfit = f"{type(error).__name__}: {error}"
+                return
+        raise refused
+
+    def _record(self, job: NewJob) -> None:
         if job.key is None:
             transitions.submit(self._runtime.store, job)
         else:

@@ -21,6 +21,7 @@ EXAMPLES = [
     exceptions.StaleWrite("j", 3),
     exceptions.JobInterrupted("job j: 3 runners vanished"),
     exceptions.JobRunnerLost("x"),
+    exceptions.JobUnfit("x"),
     exceptions.DeadlineExceeded("x"),
     exceptions.LeaseLost("j", 3, "expired"),
     exceptions.HandOver(),

@@ -142,6 +142,13 @@ def _bodies(app: Celery, book: Ledger) -> None:  # noqa: C901 - a list of tasks
         if self.request.retries < tries:
             raise self.retry(countdown=0)
 
+    @app.task(name="t.says_twice", base=LeasedTask, bind=True)
+    def says_twice(self: LeasedTask, tag: str, thing: Any) -> None:
+        """Say what it was given, in two attempts."""
+        book.note(tag, repr(thing))
+        if self.lease.fencing_token == 1:
+            self.lease.release()
+
     @app.task(name="t.wait", base=LeasedTask, bind=True, lease_duration=3, lease_interrupt=False)
     def wait(self: LeasedTask, tag: str) -> str:
         """Run until the test says so."""
