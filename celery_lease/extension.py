@@ -261,6 +261,9 @@ class Extension:
         Raises:
             SettingError: names each that cannot work, and what to do.
         """
+        # It needs this module, and a program that only publishes needs neither.
+        from celery_lease.request import request_problem  # noqa: PLC0415
+
         problems: list[str] = []
         settings = self.settings
         for name, task in self.app.tasks.items():
@@ -269,6 +272,9 @@ class Extension:
                     for_task(settings, task_options(type(task)), task=name)
                 except SettingError as error:
                     problems.extend(error.problems)
+                problem = request_problem(task.Request)
+                if problem is not None:
+                    problems.append(f"task {name}: {problem}")
         if problems:
             raise SettingError(problems)
         # Makes the engine, which connects to nothing: the driver is then loaded before the
@@ -354,7 +360,7 @@ class Extension:
 
 def is_leased(task: Any) -> bool:
     """Tell whether a task object runs under a lease."""
-    return bool(getattr(task, "_lease_protocol", False)) and not task.name.startswith("celery.")
+    return bool(getattr(task, "_lease_protocol", False))
 
 
 def task_options(cls: type) -> dict[str, object]:

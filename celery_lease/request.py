@@ -25,6 +25,7 @@ from celery.worker import state
 from celery.worker.request import Request
 from celery.worker.request import logger as request_logger
 from celery.worker.state import task_ready
+from kombu.utils.imports import symbol_by_name
 
 from celery_lease import events
 from celery_lease.claims import Answer, Claim
@@ -320,6 +321,24 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
             or state.should_stop is not None
             or state.should_terminate is not None
         )
+
+
+def request_problem(given: Any) -> str | None:
+    """Say why a ``Request`` cannot be that of a leased task; None when it can.
+
+    Without ours nobody acknowledges at the claim or asks the store when a child dies: recovery
+    would be switched off.
+
+    Args:
+        given: a class, or the name of one.
+    """
+    try:
+        found = symbol_by_name(given)
+    except Exception as error:  # noqa: BLE001  whatever its module does
+        return f"Request is {given!r}, which cannot be imported: {type(error).__name__}: {error}"
+    if isinstance(found, type) and issubclass(found, LeaseRequest):
+        return None
+    return f"Request is {given!r}: derive it from celery_lease.request.LeaseRequest"
 
 
 class _Told(Exception):

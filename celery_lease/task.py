@@ -95,6 +95,9 @@ REQUEUE_SECONDS = 1.0
 STOPPING_SECONDS = 0.2
 #: The pool counts the hard time limit from a moment before the delivery reached ``__call__``.
 LIMIT_SLACK_SECONDS = 0.5
+#: The module of the tasks that Celery adds to each app by itself. With ``task_cls`` they have our
+#: class, and stay what they are: some wait for others, and their bodies are other tasks' (``map``).
+_BUILT_IN = "celery.app.builtins"
 #: Where a request keeps which ``__call__`` its delivery is in.
 _ENTERED = "_lease_entered"
 #: Where it keeps that the message of a retry leaves when Celery has stored the RETRY.
@@ -126,7 +129,7 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
     #: Not before the claim: until then a message can be given back (``lease_ack``).
     acks_late = True
     #: What the worker's main process does with a delivery of it.
-    Request = "celery_lease.request:LeaseRequest"
+    Request: Any = "celery_lease.request:LeaseRequest"
 
     lease_duration: ClassVar[float | None] = None
     lease_heartbeat_interval: ClassVar[float | None] = None
@@ -157,10 +160,18 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
         """Bind to an app, which adds celery-lease to it.
 
         Raises:
-            SettingError: the task has a ``lease_…`` option that is not one.
+            SettingError: the task has a ``lease_…`` option that is not one, or a ``Request`` that
+                is not derived from ``celery_lease.request.LeaseRequest``. One that is given by its
+                name is looked at as a worker starts.
         """
+        if cls.__module__ == _BUILT_IN:
+            cls._lease_protocol = False
+            cls.acks_late, cls.Request = (_without_leases(cls, n) for n in ("acks_late", "Request"))
+            bound = super().bind(app)
+            install(app)
+            return bound
         bound = super().bind(app)
-        problems = check_options(cls) + _template_problems(cls)
+        problems = check_options(cls) + _template_problems(cls) + _request_problems(cls)
         if problems:
             raise SettingError([f"task {cls.name}: {problem}" for problem in problems])
         # An option, a setting or an annotation may have said otherwise: the claim needs a
@@ -201,6 +212,10 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
             SettingError: a ``lease_…`` option was given, which a call does not take.
             IdempotencyConflict: the key is held by a job with other arguments.
         """
+        if not self._lease_protocol:
+            return super().apply_async(
+                args, kwargs, task_id, producer, link, link_error, shadow, **options
+            )
         wrong = sorted(name for name in options if name.startswith("lease_"))
         if wrong:
             raise SettingError(
@@ -429,6 +444,23 @@ def _template_problems(cls: type[LeasedTask]) -> list[str]:
         f"lease_idempotency_key is {rule!r}: the task has no argument {name!r}"
         for name in unknown_fields(rule, cls.run)
     ]
+
+
+def _without_leases(cls: type[LeasedTask], name: str) -> Any:
+    """Return what a task's class has of an option, as if ``LeasedTask`` said nothing of it."""
+    own = (vars(kind) for kind in cls.__mro__ if kind is not LeasedTask)
+    return next(said[name] for said in own if name in said)
+
+
+def _request_problems(cls: type[LeasedTask]) -> list[str]:
+    """Say why a task's ``Request`` cannot be its; by a name it is looked up as a worker starts."""
+    if isinstance(cls.Request, str):
+        return []
+    # It needs this module, and a program that only publishes needs neither.
+    from celery_lease.request import request_problem  # noqa: PLC0415
+
+    problem = request_problem(cls.Request)
+    return [] if problem is None else [problem]
 
 
 def _super_call(self: LeasedTask, *args: Any, **kwargs: Any) -> Any:

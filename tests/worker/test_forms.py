@@ -9,10 +9,12 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery, Task, chain, chord, group, shared_task
+from celery.worker.request import Request
 
 from celery_lease import LeasedTask, current_lease
 from celery_lease.exceptions import SettingError
-from celery_lease.extension import is_leased
+from celery_lease.extension import extension_of, is_leased
+from celery_lease.request import LeaseRequest
 from tests.support.waiting import eventually
 from tests.worker.site import celery_version
 
@@ -362,6 +364,93 @@ def test_as_the_apps_task_class_it_leaves_celerys_own_tasks_alone(cls: Any) -> N
     assert plain.name not in leased
     assert [name for name in leased if name.startswith("celery")] == []
     assert {"celery.chord_unlock", "celery.group", "celery_lease.reap"} < set(app.tasks)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_celerys_own_tasks_are_as_they_are_without_it(*, late: bool) -> None:
+    wide = Celery("wide", broker="memory://", task_cls=LeasedTask, set_as_current=False)
+    without = Celery("without", broker="memory://", set_as_current=False)
+    for app in (wide, without):
+        app.conf.update(task_acks_late=late, task_annotations={"celery.map": {"rate_limit": "1/s"}})
+    names = [name for name in without.tasks if name.startswith("celery.")]
+
+    assert len(names) > 5
+    kept = [*dict(Task.from_config), "Request", "acks_on_failure", "acks_on_timeout", "max_retries"]
+    for name in names:
+        ours, theirs = wide.tasks[name], without.tasks[name]
+        assert [getattr(ours, o, "") for o in kept] == [getattr(theirs, o, "") for o in kept]
+    # No producer of ours, no id of ours, and what we would refuse.
+    options = {"producer": _NoProducer(), "lease_duration": 5, "idempotency_key": "k"}
+    with pytest.raises(RuntimeError, match="the caller's"):
+        wide.tasks["celery.map"].apply_async(({}, []), **options)
+
+
+class _NoProducer:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the caller's")
+
+
+def test_a_users_task_is_leased_whatever_its_name_begins_with(lonely_app: Celery) -> None:
+    @lonely_app.task(base=LeasedTask, shared=False, name="celery.mine")
+    def work() -> None:
+        """Do nothing."""
+
+    assert is_leased(work)
+    assert work.acks_late is True
+
+
+# --- Celery's "custom requests" -----------------------------------------------------------------
+
+
+class _Stranger(Request):
+    """A request that knows nothing of leases."""
+
+
+class _Derived(LeaseRequest):
+    """One that does."""
+
+
+def test_a_request_class_that_knows_no_leases_is_refused(lonely_app: Celery) -> None:
+    class Base(LeasedTask):
+        abstract = True
+        Request = _Stranger
+
+    with pytest.raises(SettingError, match=r"_Stranger.*celery_lease\.request\.LeaseRequest"):
+
+        @lonely_app.task(base=Base, shared=False, lazy=False, name="forms.work")
+        def work() -> None:
+            """Do nothing."""
+
+
+@pytest.mark.parametrize("request_class", [_Derived, f"{__name__}:_Derived"])
+def test_a_request_class_that_is_derived_from_ours_is_taken(
+    lonely_app: Celery, request_class: Any
+) -> None:
+    @lonely_app.task(base=LeasedTask, shared=False, Request=request_class)
+    def work() -> None:
+        """Do nothing."""
+
+    assert work.Request == request_class
+    extension_of(lonely_app).check_at_start()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (f"{__name__}:_Stranger", r"celery_lease\.request\.LeaseRequest"),
+        ("no.such:Request", "cannot be imported"),
+    ],
+)
+def test_one_that_is_given_by_its_name_is_refused_as_a_worker_starts(
+    lonely_app: Celery, name: str, said: str
+) -> None:
+    @lonely_app.task(base=LeasedTask, shared=False, Request=name)
+    def work() -> None:
+        """Do nothing."""
+
+    assert is_leased(work)
+    with pytest.raises(SettingError, match=said):
+        extension_of(lonely_app).check_at_start()
 
 
 def test_late_acknowledgement_cannot_be_switched_off(lonely_app: Celery) -> None:
