@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ from kombu.utils.encoding import safe_repr
 
 from celery_lease import bookkeeping, events, interrupt
 from celery_lease.adoption import adopted_job, check_id, unfit_jobs
-from celery_lease.backoff import UNCOUNTED_ENDS
+from celery_lease.backoff import BY_ITSELF, UNCOUNTED_ENDS
 from celery_lease.bulk import BATCH, batched
 from celery_lease.calls import JobExists, Resend, may_exist, resending
 from celery_lease.dispatch import ending_error, tell_cancelled
@@ -66,6 +67,7 @@ from celery_lease.messages import (
     VERSION_HEADER,
     dispatch_count_of,
     is_replay,
+    seconds_until,
 )
 from celery_lease.outcomes import failure_of, type_name
 from celery_lease.reaper import report_vanished
@@ -88,8 +90,8 @@ from celery_lease.store import queries, transitions
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a job that its body rejected with ``requeue=True`` runs again: no delivery
-#: loop without a gap (B032).
+#: Seconds before a job that its body gave back by ``Reject(requeue=True)``, or by ``Retry`` without
+#: an instant to come, runs again: no delivery loop without a gap (B032).
 REQUEUE_SECONDS = 1.0
 #: A delivery that reaches a worker which stops is given back after so long, for another one.
 STOPPING_SECONDS = 0.2
@@ -867,8 +869,7 @@ class _Attempt:
         if self._lease.ended_by is not None:
             return Ignore(f"this attempt has ended already: {self._lease.ended_by}")
         # A bare ``Retry`` publishes nothing in Celery: give the job back, due when it says.
-        when = error.when if isinstance(error.when, int | float) else 0.0
-        self._release("retry", delay_seconds=float(when))
+        self._release("retry", delay_seconds=_seconds_of(error.when))
         return error
 
     def _ignored(self, error: Ignore) -> Any:
@@ -961,7 +962,7 @@ class _Attempt:
             raise _Ended(Ignore("celery-lease failed: the job is given on")) from error
 
     def _release(self, reason: str, *, delay_seconds: float = 0.0) -> None:
-        if self._released_too_often():
+        if reason not in BY_ITSELF and self._released_too_often():
             # Given back again and again, it would go round for ever: from now on it counts.
             self._runtime.surrender(self._lease, reason=f"{reason}, too often")
             return
@@ -989,6 +990,16 @@ class _Attempt:
         except StoreUnavailable:
             return False
         return count >= UNCOUNTED_ENDS
+
+
+def _seconds_of(when: Any) -> float:
+    """Return how long a bare ``Retry`` waits: by a number of seconds, or until an instant."""
+    try:
+        said = float(when if isinstance(when, int | float) else seconds_until(when) or 0.0)
+    except (TypeError, ValueError, AttributeError):
+        # It is the body's, and may be anything.
+        said = 0.0
+    return said if 0.0 < said < math.inf else REQUEUE_SECONDS
 
 
 class _Ended(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,10 @@ import pytest
 import sqlalchemy as sa
 from celery import chain, chord, group
 
+from celery_lease.backoff import UNCOUNTED_ENDS
+from celery_lease.extension import extension_of
+from celery_lease.store import transitions
+from tests.store.builders import claimed, parting
 from tests.support.waiting import eventually, never
 from tests.worker.stealing import after_the_stale_one, steal
 
@@ -151,13 +156,48 @@ def test_an_error_after_a_swallowed_retry_changes_nothing(site: Site) -> None:
     assert site.facts(tag) == ["try 0", "try 1"]
 
 
+@pytest.mark.parametrize("how", ["seconds", "aware", "naive"])
+def test_a_bare_retry_waits_until_its_when(site: Site, how: str) -> None:
+    result = site.task("r.gives_back").delay(1, how)
+
+    job = site.until(result.id, "retry_wait")
+    wait = job["available_at"] - site.attempts(result.id)[0]["claimed_at"]
+    assert timedelta(minutes=55) < wait < timedelta(minutes=65)
+    assert site.ends(result.id) == [("released", "retry")]
+
+
+@pytest.mark.parametrize("how", ["retry", "past", "odd"])
+def test_without_a_when_that_is_to_come_it_waits_all_the_same(site: Site, how: str) -> None:
+    result = site.task("r.gives_back").delay(1, how)
+
+    site.until(result.id, "succeeded", settled=True, passes=True)
+    first, second = site.attempts(result.id)
+    assert second["claimed_at"] - first["ended_at"] > timedelta(seconds=0.9)
+    assert (first["state"], first["stop_reason"]) == ("released", "retry")
+
+
+@pytest.mark.parametrize("how", ["retry", "rejected"])
+def test_what_a_body_gives_back_by_itself_is_never_a_lost_runner(site: Site, how: str) -> None:
+    store = extension_of(site.app).store
+    result = site.task("r.gives_back").apply_async((UNCOUNTED_ENDS + 1, how), queue="nowhere")
+    for _ in range(UNCOUNTED_ENDS):
+        transitions.release(store, claimed(store, result.id), parting(reason=how))
+    message = site.messages(result.id)[0]
+
+    site.publish_again({**message, "routing_key": "celery"})
+
+    site.until_attempts(result.id, UNCOUNTED_ENDS + 1)
+    site.until(result.id, "retry_wait")
+    assert site.ends(result.id) == [("released", how)] * (UNCOUNTED_ENDS + 1)
+    assert site.job(result.id)["lost_count"] == 0
+
+
 def test_a_bare_retry_gives_the_job_back(site: Site) -> None:
     tag = site.tag()
 
     result = site.task("r.bare").delay(tag)
 
-    assert result.get(timeout=10) == "done"
-    job = site.until(result.id, "succeeded", settled=True)
+    job = site.until(result.id, "succeeded", settled=True, passes=True)
     assert site.ends(result.id) == [("released", "retry"), ("completed", None)]
     assert (job["lost_count"], job["failure_count"]) == (0, 0)
 

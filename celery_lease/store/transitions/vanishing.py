@@ -10,7 +10,7 @@ from sqlalchemy import bindparam, case, select
 from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.sql.elements import ColumnElement
 
-from celery_lease.backoff import AfterLoss, after_loss, is_loss_counted
+from celery_lease.backoff import BY_ITSELF, AfterLoss, after_loss, is_loss_counted
 from celery_lease.records import Held, Vanished
 from celery_lease.states import AttemptState, JobState, LossCause, OnExpiry
 from celery_lease.store.dialects import Later, clock, unindexed
@@ -32,7 +32,10 @@ def is_uncounted_end(job: Any, attempt: Any) -> ColumnElement[bool]:
     vanished = attempt.c.state.in_([AttemptState.EXPIRED.value, AttemptState.LOST.value])
     return sa.and_(
         sa.or_(
-            attempt.c.state == AttemptState.RELEASED.value,
+            sa.and_(
+                attempt.c.state == AttemptState.RELEASED.value,
+                sa.func.coalesce(attempt.c.stop_reason, "").not_in(BY_ITSELF),
+            ),
             sa.and_(vanished, attempt.c.stop_requested_at.is_not(None)),
         ),
         attempt.c.fencing_token > resumed,

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import redis
@@ -239,6 +240,25 @@ def _retrying_tasks(app: Celery, book: Ledger) -> None:  # noqa: C901 - same
         book.note(tag, f"token {self.lease.fencing_token}")
         if self.lease.fencing_token == 1:
             raise Retry(when=0)
+        return "done"
+
+    @app.task(name="r.gives_back", base=LeasedTask, bind=True)
+    def gives_back(self: LeasedTask, at: int, how: str) -> str:
+        """Give the job back at one attempt by a word of Celery's."""
+        hour = timedelta(hours=1)
+        ways = {
+            "retry": Retry,
+            "rejected": lambda: Reject("the machine is busy", requeue=True),
+            "aware": lambda: Retry(when=datetime.now(timezone(-hour)) + hour),
+            # Celery takes a naive one for UTC.
+            "naive": lambda: Retry(when=datetime.now(timezone.utc).replace(tzinfo=None) + hour),
+            "seconds": lambda: Retry(when=3600),
+            "odd": lambda: Retry(when="soon"),
+            "past": lambda: Retry(when=datetime.now(timezone.utc) - hour),
+        }
+        if self.lease.fencing_token == at:
+            error = ways[how]()
+            raise error
         return "done"
 
     @app.task(name="r.swallowed", base=LeasedTask, bind=True)
