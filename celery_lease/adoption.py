@@ -28,6 +28,7 @@ from celery_lease.messages import (
 from celery_lease.records import Message, NewJob
 from celery_lease.settings import TaskSettings
 from celery_lease.store.schema import NAME
+from celery_lease.store.transitions.statements import may_be_id
 
 #: Characters that are kept of what is wrong with a message.
 SAID = 1000
@@ -70,10 +71,10 @@ def adopted_job(
         queue=None if message.exchange else message.routing_key or None,
         # A stranger's may be anything; the message keeps it.
         priority=priority if isinstance(priority, int) else None,
-        submitter=_text(request.origin),
-        root_id=_text(request.root_id),
-        parent_id=_text(request.parent_id),
-        group_id=_text(request.group),
+        submitter=None if request.origin is None else str(request.origin),
+        root_id=request.root_id,
+        parent_id=request.parent_id,
+        group_id=request.group,
         key=key_of(task, task_settings, headers, args, kwargs, serializer=serializer),
         follows=True,
     )
@@ -96,7 +97,7 @@ def unfit_jobs(
     def without_arguments() -> NewJob:
         (_, _, embed), headers, properties = _call_of(app, task, request)
         message = _message(request, ((), {}, embed), headers | mark, properties, "json")
-        return NewJob(request.id, task.name, message, group_id=_text(request.group))
+        return NewJob(request.id, task.name, message, group_id=request.group)
 
     def bare() -> NewJob:
         built = app.amqp.as_task_v2(request.id, task.name)
@@ -114,8 +115,7 @@ def check_id(job_id: object) -> None:
     Raises:
         JobUnfit: it is not.
     """
-    is_fit = isinstance(job_id, str) and 0 < len(job_id) <= NAME and "\x00" not in job_id
-    if not is_fit or any("\ud800" <= letter <= "\udfff" for letter in str(job_id)):
+    if not (isinstance(job_id, str) and job_id and may_be_id(job_id)):
         said = f"a task_id is a text of at most {NAME} characters, not {job_id!r}"
         raise JobUnfit(said[:SAID].encode(errors="replace").decode())
 
@@ -187,8 +187,3 @@ def _serializer_of(app: Any, task: Any, request: Any) -> str:
     content_type = (request.delivery_info or {}).get("content_type")
     found = serialization.registry.type_to_name.get(content_type)
     return str(found or task.serializer or app.conf.task_serializer)
-
-
-def _text(said: object) -> str | None:
-    """Return an id of a stranger as the store keeps it."""
-    return None if said is None else str(said)

@@ -72,8 +72,8 @@ def wait_for_chord(backend: Any, group_id: str | None) -> bool:
 def _is_unclaimed(backend: Any, group_id: str | None) -> bool:
     """Tell whether a chord still counts and nobody has claimed to send its body."""
     try:
-        claim = backend.client.get(backend.get_key_for_group(group_id, ".c"))
-        size = backend.client.exists(backend.get_key_for_group(group_id, ".s"))
+        claim = backend.client.get(backend.get_key_for_group(str(group_id), ".c"))
+        size = backend.client.exists(backend.get_key_for_group(str(group_id), ".s"))
     except Exception:  # noqa: BLE001  in doubt it is told once more
         return True
     return claim is None and bool(size)
@@ -89,11 +89,11 @@ def is_chord_unsent(backend: Any, group_id: str | None) -> bool:
     if not group_id or not hasattr(backend, "_chord_claim_extend_script"):
         return False
     try:
-        claim = backend.client.get(backend.get_key_for_group(group_id, ".c"))
+        claim = backend.client.get(backend.get_key_for_group(str(group_id), ".c"))
         if claim is None or claim == _DONE:
             return False
         # A chord that has failed keeps its claim, and no longer its size.
-        return bool(backend.client.exists(backend.get_key_for_group(group_id, ".s")))
+        return bool(backend.client.exists(backend.get_key_for_group(str(group_id), ".s")))
     except Exception:  # noqa: BLE001  in doubt it is told once more
         return True
 

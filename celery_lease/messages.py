@@ -91,8 +91,17 @@ def encoded(
 
     Raises:
         PayloadTooLarge: the body is longer.
+        TypeError: a content type was given, with which kombu would not serialise.
     """
     options = dict(options)
+    # The serializer says both: as kombu has it, without a type the encoding means nothing.
+    options.pop("content_encoding", None)
+    given = options.pop("content_type", None)
+    if given:
+        text = (
+            f"a task's message is serialised by Celery: give serializer, not content_type={given!r}"
+        )
+        raise TypeError(text)
     content_type, content_encoding, payload = serialization.dumps(
         body, options.pop("serializer", None)
     )

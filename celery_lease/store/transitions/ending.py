@@ -38,7 +38,11 @@ from celery_lease.store.transitions.ends import (
     replace_values,
 )
 from celery_lease.store.transitions.statements import built, clean, lock_job
-from celery_lease.store.transitions.submission import insert_message_statement, message_parameters
+from celery_lease.store.transitions.submission import (
+    insert_message_statement,
+    message_parameters,
+    whole_priority,
+)
 
 #: Ends of an attempt that its own runner wrote; a late outcome has nothing to add to them.
 _OWN_ENDS = (
@@ -263,7 +267,7 @@ def _again_parameters(again: Again, *, waiting: JobState) -> dict[str, Any]:
         "p_version": again.message.version,
         "p_expires": again.expires_seconds,
         "p_queue": again.queue,
-        "p_priority": again.priority,
+        "p_priority": whole_priority(again.priority),
         "p_task": again.task,
         "p_keeps_key": int(again.keeps_key),
     }
@@ -340,7 +344,7 @@ def reopen(store: Store, job_id: str, again: Again) -> bool:
             state_reason="revoked",
             task=again.task,
             queue=again.queue,
-            priority=again.priority,
+            priority=whole_priority(again.priority),
             message_version=again.message.version,
             accepted_attempt=None,
             accepted_late=None,

@@ -6,7 +6,6 @@ A job with an idempotency key holds it from this very statement on (``submit_key
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -196,11 +195,11 @@ def job_parameters(job: NewJob, *, holds_key: bool = True) -> dict[str, Any]:
         "p_version": job.message.version,
         "p_dispatched": 1 if job.dispatched else 0,
         "p_submitter": clean(job.submitter, 255),
-        "p_root": clean(job.root_id, 255),
-        "p_parent": clean(job.parent_id, 255),
-        "p_group": clean(job.group_id, 255),
+        "p_root": _id_text(job.root_id),
+        "p_parent": _id_text(job.parent_id),
+        "p_group": _id_text(job.group_id),
         "p_queue": job.queue,
-        "p_priority": job.priority,
+        "p_priority": whole_priority(job.priority),
     }
 
 
@@ -209,16 +208,33 @@ def _check(job: NewJob) -> None:
     if job.queue is not None:
         texts["queue"] = job.queue
     _check_texts(texts)
-    if job.priority is None:
-        return
+
+
+def whole_priority(given: Any) -> int | None:
+    """Return a priority as a whole number: ``"5"`` and ``5.0`` are to kombu what 5 is.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: no broker and no table has room for it.
+    """
+    if given is None:
+        return None
     try:
-        priority = operator.index(job.priority)
-    except TypeError as error:
-        message = f"priority is an int, not {type(job.priority).__name__}: {job.priority!r}"
-        raise TypeError(message) from error
+        priority = int(given)
+    except (TypeError, ValueError, OverflowError):
+        priority = None
+    if priority is None or (isinstance(given, float) and given != priority):
+        message = f"priority is an int, not {type(given).__name__}: {given!r}"
+        raise TypeError(message)
     if not -LARGEST_PRIORITY <= priority <= LARGEST_PRIORITY:
         message = f"priority is a number of at most 32 bits, not {priority}"
         raise ValueError(message)
+    return priority
+
+
+def _id_text(given: object) -> str | None:
+    """Return an id of Celery's that the caller may choose, of whatever type."""
+    return None if given is None else clean(str(given), NAME)
 
 
 def _check_texts(texts: Mapping[str, object]) -> None:
