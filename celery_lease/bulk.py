@@ -205,17 +205,18 @@ def batch_groups(maker_for: Callable[[Any], Callable[[Any], Batch] | None]) -> N
         kwargs: Any = None,
         add_to_parent: bool = True,  # noqa: FBT001, FBT002  Celery's signature
         producer: Any = None,
+        *more: Any,
         **options: Any,
     ) -> Any:
         app = self.app
         make = None if app.conf.task_always_eager else maker_for(app)
         if make is None:
-            return plain(self, args, kwargs, add_to_parent, producer, **options)
+            return plain(self, args, kwargs, add_to_parent, producer, *more, **options)
         # Celery makes one of the id that it is given.
         group_id = options.get("task_id") or self.options.get("task_id") or uuid()
         options["task_id"] = group_id
         with batched(make, app, producer, group_id=group_id) as own:
-            return plain(self, args, kwargs, add_to_parent, own, **options)
+            return plain(self, args, kwargs, add_to_parent, own, *more, **options)
 
     apply_async.is_lease_batch = True  # type: ignore[attr-defined]
     group.apply_async = apply_async

@@ -363,6 +363,19 @@ def is_leased(task: Any) -> bool:
     return bool(getattr(task, "_lease_protocol", False))
 
 
+def refuse_call_options(name: str, options: Mapping[str, object]) -> None:
+    """Refuse what a call cannot say.
+
+    Raises:
+        SettingError: a ``lease_…`` option is among its options.
+    """
+    wrong = sorted(option for option in options if option.startswith("lease_"))
+    if wrong:
+        raise SettingError(
+            [f"apply_async() of {name} got {option}: set it on the task" for option in wrong]
+        )
+
+
 def task_options(cls: type) -> dict[str, object]:
     """Return the ``lease_…`` options that a task class and its bases set.
 
@@ -450,7 +463,7 @@ def _record_publishes(app: Any, extension: Extension) -> None:
     made = app.__dict__.get("amqp")
     if made is not None:
         made.__class__ = kind
-        made.task_protocols[2] = made.as_task_v2
+        made.task_protocols.update({1: made.as_task_v1, 2: made.as_task_v2})
         for name in ("create_task_message", "send_task_message"):
             made.__dict__.pop(name, None)
 
@@ -463,9 +476,20 @@ class _Recording(AMQP):  # type: ignore[misc]  # Celery has no types
     def as_task_v2(self, task_id: str, name: str, *args: Any, **options: Any) -> Any:
         """Make a task message; the last thing that Celery does before it asks for the result."""
         extension = self._lease_extension
+        if extension.is_leased(name):
+            refuse_call_options(name, options)
         if extension.is_leased(name) and not options.get("ignore_result"):
             expect_result(extension.app.backend, task_id, extension.connections)
         return super().as_task_v2(task_id, name, *args, **options)
+
+    def as_task_v1(self, task_id: str, name: str, *args: Any, **options: Any) -> Any:
+        """Make a message of the old protocol: it is not recorded, and has no place for a key."""
+        if self._lease_extension.is_leased(name):
+            refuse_call_options(name, options)
+            headers = options.get("headers") or {}
+            if options.get("idempotency_key") is not None or KEY_HEADER in headers:
+                raise SettingError([f"an idempotency key of {name} needs task_protocol 2"])
+        return super().as_task_v1(task_id, name, *args, **options)
 
     def _create_task_sender(self) -> Any:
         send = super()._create_task_sender()

@@ -54,7 +54,14 @@ from celery_lease.exceptions import (
     StoreError,
     StoreUnavailable,
 )
-from celery_lease.extension import Extension, check_options, extension_of, install, is_leased
+from celery_lease.extension import (
+    Extension,
+    check_options,
+    extension_of,
+    install,
+    is_leased,
+    refuse_call_options,
+)
 from celery_lease.held_signals import hold, let_go
 from celery_lease.keys import template_problem, unknown_fields
 from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
@@ -218,11 +225,7 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
             return super().apply_async(
                 args, kwargs, task_id, producer, link, link_error, shadow, **options
             )
-        wrong = sorted(name for name in options if name.startswith("lease_"))
-        if wrong:
-            raise SettingError(
-                [f"apply_async() of {self.name} got {n}: set it on the task" for n in wrong]
-            )
+        refuse_call_options(self.name, options)
         if not (producer or options.get("publisher") or options.get("connection")):
             producer = extension_of(self.app).stand_in(self.name)
         named = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow}

@@ -144,10 +144,15 @@ class DjangoTaskMixin:
         """
         return self.apply_async_on_commit(args, kwargs)
 
-    def apply_async_on_commit(
+    def apply_async_on_commit(  # noqa: PLR0917  that of ``apply_async``
         self,
         args: Any = None,
         kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
         *,
         using: str = DEFAULT_DB_ALIAS,
         **options: Any,
@@ -157,12 +162,25 @@ class DjangoTaskMixin:
         Args:
             args: positional arguments of the task.
             kwargs: keyword arguments of the task.
+            task_id: as of ``apply_async``, and so are the next four.
+            producer: see there.
+            link: see there.
+            link_error: see there.
+            shadow: see there.
             using: the name of a database of Django's.
             **options: all that ``apply_async`` takes.
 
         Returns:
             The ``AsyncResult`` of the job, whose id is known before the commit.
         """
+        named = {
+            "task_id": task_id,
+            "producer": producer,
+            "link": link,
+            "link_error": link_error,
+            "shadow": shadow,
+        }
+        options |= {name: value for name, value in named.items() if value is not None}
         task: Any = self
         if not task.app.conf.task_always_eager:
             extension = extension_of(task.app)

@@ -275,6 +275,25 @@ def test_a_group_of_an_app_without_leased_tasks_is_celerys_own() -> None:
     assert len(result.children) == 2
 
 
+@pytest.mark.parametrize("leased", [True, False], ids=["leased", "plain"])
+def test_a_group_takes_its_arguments_by_position(idle: Site, *, leased: bool) -> None:
+    with Celery("plain", broker="memory://", set_as_current=False) as plain:
+
+        @plain.task(name="plain.work", shared=False)
+        def work(number: int) -> None:
+            """Do nothing."""
+
+        app, name = (idle.app, "t.total") if leased else (plain, "plain.work")
+        members = group([app.tasks[name].s()], app=app)
+
+        # Arguments, keywords, add_to_parent, producer, link, link_error.
+        result = members.apply_async(([1, 2],), {}, 1, None, None, None)
+
+        assert len(result.results) == 1
+        with pytest.raises(TypeError, match="Cannot add link to group"):
+            members.apply_async((1,), {}, 1, None, None, app.tasks[name].s())
+
+
 def test_large_messages_are_recorded_a_few_at_a_time(idle: Site, inserts: list[str]) -> None:
     size = 300_000
     assert 100 * size > 16_777_216, "what one statement of MariaDB may have"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -310,6 +311,24 @@ def test_delay_on_commit_returns_the_id(place: Place) -> None:
     assert place.fates(result, other) == [(True, 1), (False, 0)]
     row = place.site.job(result.id)
     assert row["created_at"] <= row["dispatched_at"]
+
+
+@pytest.mark.parametrize("joins", [True, False], ids=["joins", "elsewhere"])
+def test_it_takes_its_arguments_by_position_as_apply_async_does(
+    sqlite_place: Place, *, joins: bool
+) -> None:
+    task = on_commit_task(sqlite_place.site, f"d.position_{joins}")
+    using = sqlite_place.using if joins else "default"
+    with transaction.atomic(using=using):
+        result = task.apply_async_on_commit(
+            (1,), {}, f"my-{joins}", None, None, None, "shadow", using=using
+        )
+        with pytest.raises(TypeError, match="positional"):
+            task.apply_async_on_commit((1,), {}, "x", None, None, None, "shadow", 8)
+
+    assert result.id == f"my-{joins}"
+    [message] = sqlite_place.site.messages(result.id)
+    assert json.loads(message["headers"])["shadow"] == "shadow"
 
 
 def test_where_the_store_is_elsewhere_the_call_follows_the_commit(sqlite_place: Place) -> None:

@@ -478,3 +478,35 @@ def test_a_call_takes_no_lease_options(lonely_app: Celery) -> None:
 
     with pytest.raises(SettingError, match=r"forms\.work got lease_duration: set it on the task"):
         work.apply_async(lease_duration=5)
+
+
+def test_a_call_by_name_takes_none_either(lonely_app: Celery) -> None:
+    @lonely_app.task(base=LeasedTask, shared=False, lazy=False, name="forms.work")
+    def work() -> None:
+        """Do nothing."""
+
+    with pytest.raises(SettingError, match=r"forms\.work got lease_duration: set it on the task"):
+        lonely_app.send_task("forms.work", lease_duration=5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"idempotency_key": "k"}, {"headers": {"lease_idempotency_key": "k"}}],
+    ids=["option", "header"],
+)
+@pytest.mark.parametrize("by", ["apply_async", "send_task"])
+def test_the_old_protocol_has_no_place_for_a_key(
+    lonely_app: Celery, by: str, options: dict[str, Any]
+) -> None:
+    lonely_app.conf.task_protocol = 1
+
+    @lonely_app.task(base=LeasedTask, shared=False, lazy=False, name="forms.work")
+    def work() -> None:
+        """Do nothing."""
+
+    call = {
+        "apply_async": lambda: work.apply_async(**options),
+        "send_task": lambda: lonely_app.send_task("forms.work", **options),
+    }[by]
+    with pytest.raises(SettingError, match=r"forms\.work.*task_protocol 2"):
+        call()
