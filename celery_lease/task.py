@@ -31,8 +31,8 @@ from celery import Signature, Task, signals
 from celery.app.trace import task_has_custom
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
+from celery.utils.serialization import ensure_serializable
 from kombu import serialization
-from kombu.utils.encoding import safe_repr
 
 from celery_lease import bookkeeping, events, interrupt
 from celery_lease.adoption import adopted_job, check_id, unfit_jobs
@@ -1057,8 +1057,12 @@ def encode_error(task: LeasedTask, error: BaseException) -> bytes:
         return str(serialization.dumps(meta, "json")[2]).encode()
     except Exception:  # noqa: BLE001  whatever the arguments are: they may be anything
         # Celery has asked its own serializer, which may be pickle, whether they can be kept.
-        meta = {**meta, "exc_message": [safe_repr(one) for one in error.args]}
+        meta = {**meta, "exc_message": ensure_serializable(error.args, _encode_json)}
         return str(serialization.dumps(meta, "json")[2]).encode()
+
+
+def _encode_json(value: object) -> object:
+    return serialization.dumps(value, "json")
 
 
 def _digest(result: bytes | None) -> str | None:

@@ -562,6 +562,18 @@ def test_a_failed_job_has_its_error_and_its_traceback(app: Celery, store: Store,
     assert (result.state, result.traceback) == ("FAILURE", "Traceback of the body")
 
 
+@pytest.mark.parametrize("serializer", ["json", "pickle"])
+def test_of_a_failed_jobs_error_only_what_json_cannot_say_is_a_text(
+    make_app: Callable[..., Celery], tid: str, serializer: str
+) -> None:
+    app = make_app(result_serializer=serializer, accept_content=["json", "pickle"])
+    store = extension_of(app).store
+
+    fail(app, store, held(store, tid), ValueError("no", 7, {1}))
+
+    assert app.AsyncResult(tid).result.args == ("no", 7, "{1}")
+
+
 def test_ends_that_no_body_returned_have_their_errors(app: Celery, store: Store, tid: str) -> None:
     submitted(store, tid, task="leased", max_attempts=1)
     lease = claimed(store, tid)
