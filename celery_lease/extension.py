@@ -305,7 +305,8 @@ class Extension:
         """
         known = self._task_settings.get(task.name)
         if known is None:
-            known = for_task(self.settings, task_options(type(task)), task=task.name)
+            # Not its type(): a task may be given as the proxy that the decorator returns.
+            known = for_task(self.settings, task_options(task.__class__), task=task.name)
             self._task_settings[task.name] = known
         return known
 

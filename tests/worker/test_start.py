@@ -193,10 +193,12 @@ def test_none_as_an_option_of_a_task_is_not_the_same_as_no_option(app: Celery) -
         "base": {"base": Patient},
         "again": {"base": Patient, "lease_stall_timeout": 7},
     }
-    for name, options in tasks.items():
-        app.task(nothing, name=name, shared=False, **options)
+    made = {
+        name: app.task(nothing, name=name, shared=False, **options)
+        for name, options in tasks.items()
+    }
 
-    found = {name: extension_of(app).settings_for(app.tasks[name]) for name in tasks}
+    found = {name: extension_of(app).settings_for(task) for name, task in made.items()}
     assert {name: one.stall_timeout_seconds for name, one in found.items()} == {
         "none": None,
         "left": 60,
