@@ -176,19 +176,22 @@ def test_without_a_when_that_is_to_come_it_waits_all_the_same(site: Site, how: s
     assert (first["state"], first["stop_reason"]) == ("released", "retry")
 
 
+@pytest.mark.parametrize("before", ["rejected", "hand-over"])
 @pytest.mark.parametrize("how", ["retry", "rejected"])
-def test_what_a_body_gives_back_by_itself_is_never_a_lost_runner(site: Site, how: str) -> None:
+def test_what_a_body_gives_back_by_itself_is_never_a_lost_runner(
+    site: Site, how: str, before: str
+) -> None:
     store = extension_of(site.app).store
     result = site.task("r.gives_back").apply_async((UNCOUNTED_ENDS + 1, how), queue="nowhere")
     for _ in range(UNCOUNTED_ENDS):
-        transitions.release(store, claimed(store, result.id), parting(reason=how))
+        transitions.release(store, claimed(store, result.id), parting(reason=before))
     message = site.messages(result.id)[0]
 
     site.publish_again({**message, "routing_key": "celery"})
 
     site.until_attempts(result.id, UNCOUNTED_ENDS + 1)
     site.until(result.id, "retry_wait")
-    assert site.ends(result.id) == [("released", how)] * (UNCOUNTED_ENDS + 1)
+    assert site.ends(result.id)[-2:] == [("released", before), ("released", how)]
     assert site.job(result.id)["lost_count"] == 0
 
 
