@@ -28,9 +28,9 @@ A fleet that is restarted ten times under one job is no fault of the job's; one 
 the grace would go on for ever otherwise (design §7).
 """
 
-BY_ITSELF = ("retry", "rejected")
-"""Why an attempt was given back where its body said so by ``Retry`` or ``Reject``: it may as often
-as it likes, as it may without a lease, and waits each time."""
+BY_ITSELF = ("retry",)
+"""Why an attempt was given back where its body said so by a bare ``Retry``: as often as it likes,
+as without a lease. It waits each time. (``Reject(requeue=True)`` has the cap: design §10.)"""
 
 # Doublings beyond this change nothing under any cap, and 2.0 ** 1024 would overflow.
 _MOST_DOUBLINGS = 1000

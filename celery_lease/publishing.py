@@ -211,7 +211,9 @@ class LeaseConnections:
         """
 
         def send(producer: Producer) -> Any:
-            return producer.publish(body, retry=False, **{**self._patience(producer), **options})
+            # Celery gives a None for each that the call leaves out.
+            patience = {n: s for n, s in self._patience(producer).items() if options.get(n) is None}
+            return producer.publish(body, retry=False, **{**options, **patience})
 
         return self.ask(send, retry=retry, retry_policy=retry_policy)
 

@@ -176,10 +176,17 @@ def test_without_a_when_that_is_to_come_it_waits_all_the_same(site: Site, how: s
     assert (first["state"], first["stop_reason"]) == ("released", "retry")
 
 
-@pytest.mark.parametrize("before", ["rejected", "hand-over"])
-@pytest.mark.parametrize("how", ["retry", "rejected"])
-def test_what_a_body_gives_back_by_itself_is_never_a_lost_runner(
-    site: Site, how: str, before: str
+@pytest.mark.parametrize(
+    ("how", "before", "end"),
+    [
+        ("retry", "retry", ("released", "retry")),
+        ("retry", "hand-over", ("released", "retry")),
+        ("rejected", "retry", ("released", "rejected")),
+        ("rejected", "rejected", ("lost", "rejected, too often")),
+    ],
+)
+def test_a_bare_retry_is_never_a_lost_runner_and_a_rejection_is_one_in_the_end(
+    site: Site, how: str, before: str, end: tuple[str, str]
 ) -> None:
     store = extension_of(site.app).store
     result = site.task("r.gives_back").apply_async((UNCOUNTED_ENDS + 1, how), queue="nowhere")
@@ -190,9 +197,8 @@ def test_what_a_body_gives_back_by_itself_is_never_a_lost_runner(
     site.publish_again({**message, "routing_key": "celery"})
 
     site.until_attempts(result.id, UNCOUNTED_ENDS + 1)
-    site.until(result.id, "retry_wait")
-    assert site.ends(result.id)[-2:] == [("released", before), ("released", how)]
-    assert site.job(result.id)["lost_count"] == 0
+    eventually(lambda: site.ends(result.id)[-1] == end)
+    assert site.job(result.id)["lost_count"] == int(end[0] == "lost")
 
 
 def test_a_bare_retry_gives_the_job_back(site: Site) -> None:
