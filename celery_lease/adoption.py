@@ -17,6 +17,7 @@ from kombu.utils import json as kombu_json
 
 from celery_lease.exceptions import JobUnfit, PayloadTooLarge
 from celery_lease.messages import (
+    CONTENT_TYPE_HEADER,
     OWN_HEADERS,
     RECORDED_HEADER,
     UNFIT_HEADER,
@@ -184,6 +185,5 @@ def _message(
 
 def _serializer_of(app: Any, task: Any, request: Any) -> str:
     """Return what the delivery was serialised with; the task's own where nobody says it."""
-    content_type = (request.delivery_info or {}).get("content_type")
-    found = serialization.registry.type_to_name.get(content_type)
+    found = serialization.registry.type_to_name.get(request.get(CONTENT_TYPE_HEADER))
     return str(found or task.serializer or app.conf.task_serializer)

@@ -35,10 +35,12 @@ DISPATCH_HEADER = "lease_dispatch"
 KEY_HEADER = "lease_idempotency_key"
 #: Why the job of another program's message cannot run: said in each attempt in its body's place.
 UNFIT_HEADER = "lease_unfit"
+#: Where a worker's main process tells a child what a message was serialised with (``adoption``).
+CONTENT_TYPE_HEADER = "lease_content_type"
 REPLAY_MARK = "replay"
 #: Where a task's request keeps which outcome is settled when Celery has told it.
 SETTLES_MARK = "_lease_settles"
-OWN_HEADERS = (VERSION_HEADER, RECORDED_HEADER, DISPATCH_HEADER)
+OWN_HEADERS = (VERSION_HEADER, RECORDED_HEADER, DISPATCH_HEADER, CONTENT_TYPE_HEADER)
 
 #: Where Celery has RabbitMQ delay messages, and what it puts before a routing key: so many bits of
 #: the seconds (kombu 5.5 to 5.7, ``transport/native_delayed_delivery.py``).

@@ -37,7 +37,12 @@ from celery_lease.endings import (
     settle_told,
 )
 from celery_lease.extension import Extension, extension_of
-from celery_lease.messages import RECORDED_HEADER, VERSION_HEADER, dispatch_count_of
+from celery_lease.messages import (
+    CONTENT_TYPE_HEADER,
+    RECORDED_HEADER,
+    VERSION_HEADER,
+    dispatch_count_of,
+)
 from celery_lease.records import Held
 from celery_lease.revocation import end_first, is_stamped
 from celery_lease.settings import Ack
@@ -58,7 +63,8 @@ class LeaseRequest(Request):  # type: ignore[misc]  # Celery has no types
     def __init__(self, message: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(message, *args, **kwargs)
         # Celery tells the child nothing of it, which may have to record the message (``adoption``).
-        self._delivery_info["content_type"] = message.content_type
+        # Not in ``delivery_info``: a retry is published with all that is there.
+        self._request_dict[CONTENT_TYPE_HEADER] = message.content_type
 
     @property
     def _extension(self) -> Extension:

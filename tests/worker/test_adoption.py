@@ -130,8 +130,15 @@ def test_arguments_that_cannot_be_recorded_are_left_out(
 ) -> None:
     app, task = site.app, site.task("t.total")
     settings = extension_of(app).settings_for(task)
-    delivery = {"routing_key": "celery", "content_type": "application/json"}
-    request = Context(id="x", task="t.total", args=args, kwargs={}, delivery_info=delivery)
+    delivery = {"routing_key": "celery"}
+    request = Context(
+        id="x",
+        task="t.total",
+        args=args,
+        kwargs={},
+        delivery_info=delivery,
+        lease_content_type="application/json",
+    )
 
     with pytest.raises(Exception, match=said) as error:
         adopted_job(app, task, request, task_settings=settings, limit=limit)

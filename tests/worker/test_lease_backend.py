@@ -72,8 +72,8 @@ def make_app(url: str) -> Iterator[Callable[..., Celery]]:
 
     def make(**conf: Any) -> Celery:
         app = Celery("backend", broker="memory://", backend="lease://", set_as_current=False)
-        # A virtual host of its own: what is published is read again.
-        app.conf.update(lease_store_url=url, broker_url=f"memory://{next(_numbers)}", **conf)
+        # A queue of its own, which kombu's memory:// has for all apps: what is published is read.
+        app.conf.update(lease_store_url=url, task_default_queue=f"queue{next(_numbers)}", **conf)
 
         @app.task(name="plain", shared=False)
         def plain(*_: Any) -> None: ...
@@ -792,13 +792,14 @@ def header_of(app: Celery, tid: str, size: int, *, task: str = "plain") -> list[
 def published(app: Celery) -> list[tuple[str, Any]]:
     """Take what was published: (task id, its first argument) each."""
     found = []
-    with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
+    with (
+        app.connection_for_read() as connection,
+        connection.SimpleQueue(app.conf.task_default_queue) as queue,
+    ):
         while len(queue):
             message = queue.get_nowait()
             message.ack()
-            # What others have left in that queue is no task.
-            if "id" in message.headers:
-                found.append((message.headers["id"], (message.payload[0] or [None])[0]))
+            found.append((message.headers["id"], (message.payload[0] or [None])[0]))
     return found
 
 
