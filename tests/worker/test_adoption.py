@@ -25,16 +25,14 @@ if TYPE_CHECKING:
 @pytest.fixture
 def foreign(site: Site) -> Iterator[Celery]:
     """An app of a program that knows the names of the tasks only."""
-    with Celery(
-        "foreign", broker=site.broker, backend=site.backend, set_as_current=False
-    ) as foreign:
+    with Celery("foreign", broker=site.broker, set_as_current=False) as foreign:
         yield foreign
 
 
 def test_what_only_pickle_can_say_is_recorded_as_pickle(site: Site, foreign: Celery) -> None:
     sent = foreign.send_task("t.total", [{1, 2, 3}], serializer="pickle")
 
-    assert sent.get(timeout=10) == 6
+    assert site.app.AsyncResult(sent.id).get(timeout=10) == 6
     message = site.messages(sent.id)[0]
     assert message["content_type"] == "application/x-python-serialize"
     assert pickle.loads(bytes(message["body"]))[0] == [{1, 2, 3}]  # noqa: S301  ours
@@ -65,7 +63,7 @@ def test_a_key_that_is_none_fails_the_job(  # noqa: PLR0917
     sent = foreign.send_task(task, kwargs={argument: tag}, headers=headers, link_error=errback)
 
     with pytest.raises(JobUnfit, match=said):
-        sent.get(timeout=10)
+        site.app.AsyncResult(sent.id).get(timeout=10)
     job = site.until(sent.id, "failed", settled=True)
     assert job["error_type"] == "celery_lease.exceptions.JobUnfit"
     assert (job["idempotency_key"], site.states(sent.id)) == (None, ["failed"])
@@ -105,7 +103,7 @@ def test_odd_headers_do_not_keep_it_from_running(
 ) -> None:
     sent = foreign.send_task("t.add", (1, 2), **options)
 
-    assert sent.get(timeout=10) == 3
+    assert site.app.AsyncResult(sent.id).get(timeout=10) == 3
     assert site.until(sent.id, "succeeded", settled=True)["fencing_token"] == 1
 
 
@@ -114,7 +112,7 @@ def test_an_id_that_no_table_keeps_is_a_failure_at_once(site: Site, foreign: Cel
     sent = foreign.send_task("t.mark", (tag,), task_id=f"{tag}-" + "x" * 300)
 
     with pytest.raises(JobUnfit, match="task_id"):
-        sent.get(timeout=10)
+        site.app.AsyncResult(sent.id).get(timeout=10)
     assert site.facts(tag) == []
 
 
@@ -152,5 +150,5 @@ def test_what_the_store_refuses_is_recorded_with_less(site: Site, foreign: Celer
     sent = foreign.send_task("t.add", (1, 2), headers={"odd": "x"}, queue=None, priority=2**40)
 
     with pytest.raises(JobUnfit, match="priority"):
-        sent.get(timeout=10)
+        site.app.AsyncResult(sent.id).get(timeout=10)
     site.until(sent.id, "failed", settled=True)
