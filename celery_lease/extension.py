@@ -333,9 +333,8 @@ class Extension:
 
         None where the call may publish something else by it, or by the app's pool anyway.
         """
-        conf = self.app.conf
         # What is of another protocol is not recorded, and leaves by what the call was given.
-        if conf.task_always_eager or conf.task_protocol not in (None, 2):
+        if self.app.conf.task_protocol not in (None, 2):
             return None
         return self.connections.stand_in() if self.is_leased(name) else None
 

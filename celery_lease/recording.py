@@ -125,14 +125,16 @@ class RecordingProducer:
         """
         if body is not self._body:
             return self._publish_event(body, options)
-        headers = dict(options.pop("headers"))
+        given = options.pop("headers")
+        headers = {name: value for name, value in given.items() if name not in OWN_HEADERS}
         frozen = freeze_callbacks(body)
         try:
             send = self._accepted(frozen, dict(headers), options)
         except (StoreError, StaleWrite, JobExists, SoftTimeLimitExceeded):
             raise
         except Exception as error:
-            if not _is_closing_books(headers["id"]):
+            # A hook or a signal of that job may call a task, too, and gets the error.
+            if is_new_id(headers["id"]) or not _is_closing_books(headers["id"]):
                 raise
             self._record_unsendable(frozen, headers, error)
             return None
@@ -147,8 +149,6 @@ class RecordingProducer:
             version = resend.lease.message_version + 1
         else:
             resend, version = None, 1
-        for name in OWN_HEADERS:
-            headers.pop(name, None)
         if resend is None and headers.get("replaced_task_nesting"):
             version = self._version_after_replaced(headers["id"])
         headers[VERSION_HEADER] = version
@@ -203,8 +203,6 @@ class RecordingProducer:
         """
         # Never run: its arguments may be what cannot be recorded.
         stripped: Any = ((), {}, body[2])
-        for name in OWN_HEADERS:
-            headers.pop(name, None)
         headers[VERSION_HEADER] = 1
         headers[RECORDED_HEADER] = True
         try:

@@ -67,7 +67,6 @@ from celery_lease.keys import template_problem, unknown_fields
 from celery_lease.lease import NULL_LEASE, Lease, current_lease, in_force
 from celery_lease.messages import (
     DISPATCH_HEADER,
-    KEY_HEADER,
     RECORDED_HEADER,
     SETTLES_MARK,
     UNFIT_HEADER,
@@ -230,7 +229,9 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
             producer = extension_of(self.app).stand_in(self.name)
         named = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
         options |= {name: value for name, value in named.items() if value is not None}
-        if task_id or not self._has_key(options):
+        # Celery gives ``parent_id`` with what it sends after a body: an error raised there would
+        # make a failure of a parent that has succeeded.
+        if task_id or options.get("parent_id"):
             return super().apply_async(args, kwargs, task_id=task_id, **options)
         # Made here, so that this very publish is recognised.
         job_id = str(uuid())
@@ -339,18 +340,6 @@ class LeasedTask(Task):  # type: ignore[misc]  # Celery has no types
     def _forget_pending(self, task_id: str) -> None:
         """Stop listening for a result that will not come: Celery began before it published."""
         self.backend.remove_pending_result(self.AsyncResult(task_id))
-
-    def _has_key(self, options: dict[str, Any]) -> bool:
-        """Tell whether a call without an id may be given an existing job: it has a key.
-
-        Celery gives ``parent_id`` with a link that it sends after a body: an error raised there
-        would make a failure of a parent that has succeeded, so that such a call follows, too.
-        """
-        if options.get("parent_id"):
-            return False
-        given = options.get("idempotency_key") or (options.get("headers") or {}).get(KEY_HEADER)
-        rule = extension_of(self.app).settings_for(self).idempotency_key
-        return given is not None or rule is not False
 
     def retry(
         self, args: Any = None, kwargs: Any = None, exc: Any = None, *more: Any, **options: Any

@@ -35,6 +35,7 @@ def test_what_only_pickle_can_say_is_recorded_as_pickle(site: Site, foreign: Cel
     assert site.app.AsyncResult(sent.id).get(timeout=10) == 6
     message = site.messages(sent.id)[0]
     assert message["content_type"] == "application/x-python-serialize"
+    assert "lease_content_type" not in json.loads(message["headers"])
     assert pickle.loads(bytes(message["body"]))[0] == [{1, 2, 3}]  # noqa: S301  ours
 
 

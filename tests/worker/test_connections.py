@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from celery import Celery
 
 from celery_lease.extension import extension_of
 from celery_lease.publishing import Breaker, LeaseConnections
@@ -53,6 +54,20 @@ def test_after_a_failure_one_of_many_threads_tries_again_when_the_pause_is_over(
         one.join()
 
     assert answers.count(False) == 1
+
+
+def test_a_publish_is_bounded_where_the_call_leaves_its_bounds_out() -> None:
+    """Celery gives a None for each."""
+    with Celery("bounded", broker="amqp://127.0.0.1:1", set_as_current=False) as app:
+        connections = LeaseConnections(app, timeout_seconds=4.0)
+        asked: dict[str, Any] = {}
+        with connections.producer() as producer:
+            producer.publish = lambda _, **options: asked.update(options)
+
+        connections.publish(b"", timeout=None, confirm_timeout=1.5)
+
+        assert (asked["timeout"], asked["confirm_timeout"]) == (2.0, 1.5)
+        connections.close()
 
 
 def test_who_tried_and_never_came_back_holds_nobody_up_for_ever() -> None:

@@ -510,3 +510,19 @@ def test_the_old_protocol_has_no_place_for_a_key(
     }[by]
     with pytest.raises(SettingError, match=r"forms\.work.*task_protocol 2"):
         call()
+
+
+def test_only_what_is_recorded_is_called_without_a_producer_of_the_pool(
+    lonely_app: Celery,
+) -> None:
+    lonely_app.conf.broker_url = "redis://127.0.0.1:1"
+
+    @lonely_app.task(base=LeasedTask, shared=False, lazy=False, name="forms.leased")
+    def leased() -> None:
+        """Do nothing."""
+
+    extension = extension_of(lonely_app)
+    assert extension.stand_in("forms.leased") is not None
+    assert extension.stand_in("forms.unknown") is None
+    lonely_app.conf.task_protocol = 1
+    assert extension.stand_in("forms.leased") is None

@@ -129,3 +129,16 @@ def test_a_body_that_submits_what_cannot_be_recorded_gets_the_error(
 
     assert result.get(timeout=10) == "SettingError"
     assert site.ids() - before == {result.id}
+
+
+def test_a_hook_that_submits_what_cannot_be_recorded_gets_the_error(
+    site: Site, shared_worker: CeleryWorker
+) -> None:
+    """It comes after the end of the job, as what follows it does, and is a call all the same."""
+    tag, before = site.tag(), site.ids()
+
+    result = site.task("k.calls_when_done").delay(tag)
+
+    site.until(result.id, "succeeded", settled=True)
+    assert site.facts(tag) == ["SettingError"]
+    assert site.ids() - before == {result.id}

@@ -37,6 +37,19 @@ def add_keyed_tasks(app: Celery, book: Any) -> None:  # noqa: C901 - a list of t
             return type(error).__name__
         return "submitted"
 
+    class CallsWhenDone(LeasedTask):
+        abstract = True
+
+        def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+            try:
+                app.tasks["k.report"].delay(retval)
+            except SettingError as error:
+                book.note(retval, type(error).__name__)
+
+    @app.task(name="k.calls_when_done", base=CallsWhenDone)
+    def calls_when_done(tag: str) -> str:
+        return tag
+
     @app.task(
         name="k.lenient",
         base=LeasedTask,
